@@ -1,0 +1,181 @@
+"""What the rest of the code needs to know of a parameter: its global name, shape, this rank's box, decay, init.
+
+`core` attaches a `ParamSpec` to every parameter it makes (`param.spec`). Initialization, optimizer, gradient norm,
+checkpoints, converters and the planner read it; nobody parses names or classes.
+
+Same seed, same weights: `initial_value` depends on the seed and the global name alone. A parameter's global tensor is
+cut into chunks of whole rows, each drawn from a generator seeded by (seed, name, chunk), so a rank draws only the
+chunks that its box touches, in any layout, and padded vocabulary rows change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_ELEMENTS = 1 << 20
+"""Smallest number of elements drawn from one generator; part of the definition of an initial value."""
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open ranges `(start, stop)`, one a dimension of the global tensor."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: `normal` (mean 0, `std`), `zeros`, or `ones`."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as the whole job sees it.
+
+    name: global name, the same in every layout (layer and expert numbers are global).
+    shape: logical global shape, without vocabulary padding. It may have more dimensions than the local tensor:
+        SwiGLU's fc1 is `(2, ffn, hidden)`, so that a tensor-parallel cut of both halves is one box.
+    box: the part of `shape` that this rank holds.
+    local_shape: shape of the local tensor; more elements than the box only where dimension 0 is padded.
+    replicated_over: names of the parallel axes over which every rank holds the same values ("tp", "cp", "dp", "pp").
+    grad_sum_over: axes over which each rank's gradient is only a part (replicated parameters that see a shard of
+        the tokens, e.g. norms under sequence parallelism), to be summed before use. Data parallelism is not listed.
+    expert: belongs to an expert, so it is reduced over the expert-data-parallel group.
+    decay: weight decay applies (matrices yes; norms, biases and other 1-D parameters no).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init
+    decay: bool
+    box: Box = ()
+    local_shape: tuple[int, ...] = ()
+    replicated_over: frozenset[str] = frozenset()
+    grad_sum_over: frozenset[str] = frozenset()
+    expert: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.box:
+            object.__setattr__(self, "box", tuple((0, n) for n in self.shape))
+        if not self.local_shape:
+            object.__setattr__(self, "local_shape", self.box_shape)
+        assert len(self.box) == len(self.shape), self
+        assert all(0 <= a <= b <= n for (a, b), n in zip(self.box, self.shape, strict=True)), self
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in self.box)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the logical global tensor."""
+        return math.prod(self.shape)
+
+    def with_local(self, box: Box, local_shape: tuple[int, ...]) -> ParamSpec:
+        return replace(self, box=box, local_shape=local_shape)
+
+
+def attach_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:
+    """Marks `param` (local shape must be the spec's) and returns it."""
+    assert tuple(param.shape) == spec.local_shape, (spec.name, tuple(param.shape), spec.local_shape)
+    param.spec = spec
+    return param
+
+
+def spec_of(param: Tensor) -> ParamSpec:
+    """The spec of a parameter made by `core`; AttributeError for tensors that have none."""
+    return param.spec
+
+
+def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+    """(spec, parameter) of a module, each parameter once, in the order of global names."""
+    params = {spec_of(p).name: p for p in module.parameters()}
+    for name in sorted(params):
+        yield spec_of(params[name]), params[name]
+
+
+def unpadded(tensor: Tensor, spec: ParamSpec) -> Tensor:
+    """The local tensor without padding, a view in the shape of the spec's box."""
+    if tensor.numel() == math.prod(spec.box_shape):
+        return tensor.view(spec.box_shape)
+    return tensor[: spec.box_shape[0]]
+
+
+def _chunk_seed(seed: int, name: str, chunk: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch seeds are signed 64-bit
+
+
+def _normal_box(spec: ParamSpec, seed: int) -> Tensor:
+    """Standard normal values of the spec's box: FP32 on the CPU, in the box's shape."""
+    if not spec.shape:
+        return torch.randn((), generator=torch.Generator().manual_seed(_chunk_seed(seed, spec.name, 0)))
+    width = spec.shape[-1]
+    rows = math.prod(spec.shape[:-1])
+    rows_per_chunk = max(1, CHUNK_ELEMENTS // max(1, width))
+    wanted = torch.arange(rows).view(spec.shape[:-1])[tuple(slice(a, b) for a, b in spec.box[:-1])].reshape(-1)
+    out = torch.empty(wanted.numel(), spec.box[-1][1] - spec.box[-1][0])
+    chunks = wanted.div(rows_per_chunk, rounding_mode="floor")
+    for chunk in torch.unique(chunks).tolist():
+        start = chunk * rows_per_chunk
+        generator = torch.Generator().manual_seed(_chunk_seed(seed, spec.name, chunk))
+        block = torch.randn(min(rows_per_chunk, rows - start), width, generator=generator)
+        here = (chunks == chunk).nonzero().squeeze(1)
+        out[here] = block[wanted[here] - start, spec.box[-1][0] : spec.box[-1][1]]
+    return out.view(spec.box_shape)
+
+
+def initial_value(spec: ParamSpec, seed: int) -> Tensor:
+    """The initial FP32 value of this rank's part of a parameter, in its local shape, on the CPU.
+
+    Masters are seeded from it and weights are its rounding, so an FP8 or BF16 weight never seeds a master.
+    Padding rows are zero.
+    """
+    if spec.init.kind == "normal":
+        value = _normal_box(spec, seed).mul_(spec.init.std)
+    else:
+        value = torch.full(spec.box_shape, float(spec.init.kind == "ones"))
+    if value.numel() == math.prod(spec.local_shape):
+        return value.view(spec.local_shape)
+    padded = torch.zeros(spec.local_shape)
+    padded[: value.shape[0]] = value
+    return padded
+
+
+class GradSink(Protocol):
+    """Where weight gradients go: the optimizer's buffers, seen from below."""
+
+    def buffer(self, param: Tensor) -> Tensor:
+        """The FP32 view, in the parameter's local shape, that a wgrad is added into."""
+        ...
+
+    def ready(self, param: Tensor) -> None:
+        """Says that this microbatch's gradient of `param` is in its buffer."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateItem:
+    """A tensor of some owner's state: this rank's part and its place in the global tensor.
+
+    tensor: in the shape of `box`; shape: global shape; box: `()` means the whole tensor.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    box: Box = ()
+
+    def __post_init__(self) -> None:
+        if not self.box:
+            object.__setattr__(self, "box", tuple((0, n) for n in self.shape))
+        assert tuple(self.tensor.shape) == tuple(b - a for a, b in self.box), (self.tensor.shape, self.box)
+
+    @staticmethod
+    def whole(tensor: Tensor) -> StateItem:
+        return StateItem(tensor, tuple(tensor.shape))

@@ -1,0 +1,75 @@
+"""StepContext: what every forward is told about the step it belongs to.
+
+It is an argument, so no module asks a global which phase or microbatch it is in. Random numbers come from it too:
+each is a function of (seed, iteration, microbatch, place), so recompute, evaluation, a resume and another pipeline
+schedule draw the same ones without any state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megafp8.params import GradSink
+
+
+class Phase(Enum):
+    TRAIN = "train"
+    EVAL = "eval"
+    RECOMPUTE = "recompute"
+
+
+class ScalingHistory(Protocol):
+    """State of delayed scaling, owned by `fp8` under global names."""
+
+    def scale(self, name: str) -> Tensor | None:
+        """Scale in force for the tensor `name` (FP32, one element); None before the first step has ended."""
+        ...
+
+    def record(self, name: str, amax: Tensor) -> None:
+        """Max-accumulates this step's amax (FP32, one element)."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """phase: train, eval or recompute; microbatch: number within the iteration, from 0.
+
+    grads: where weight gradients are added; None leaves them to autograd (`.grad`).
+    scaling: delayed scaling's history; None where the recipe has none.
+    sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
+    """
+
+    phase: Phase = Phase.TRAIN
+    iteration: int = 0
+    microbatch: int = 0
+    seed: int = 0
+    sample_group: int = 0
+    grads: GradSink | None = None
+    scaling: ScalingHistory | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout acts: in train and when its forward is recomputed."""
+        return self.phase is not Phase.EVAL
+
+    @property
+    def records(self) -> bool:
+        """Whether statistics are recorded: a recompute or an evaluation leaves none."""
+        return self.phase is Phase.TRAIN
+
+    def recompute(self) -> StepContext:
+        return replace(self, phase=Phase.RECOMPUTE)
+
+    def random_seed(self, place: str) -> int:
+        """A seed for the random numbers drawn at `place` (a global module name) in this microbatch."""
+        key = f"{self.seed}/{self.iteration}/{self.microbatch}/{self.sample_group}/{place}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+    def generator(self, place: str, device: torch.device | str) -> torch.Generator:
+        return torch.Generator(device).manual_seed(self.random_seed(place))

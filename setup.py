@@ -1,0 +1,23 @@
+"""Packaging of megafp8.
+
+`kernels/` lies beside `megafp8/` in the tree and is installed as `megafp8.kernels`: a top-level import package
+called `kernels` would overwrite a well-known package of that name.
+"""
+
+from setuptools import find_packages, setup
+
+TEST = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ml_dtypes", "ruff", "transformers", "accelerate"]
+PLOT = ["matplotlib"]
+DATA = ["pyarrow", "tiktoken", "tokenizers", "datasets"]
+
+setup(
+    name="megafp8",
+    version="0.1.0",
+    description="GPT pretraining in FP8: tensor, sequence, pipeline, expert, context and data parallelism",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megafp8", "megafp8.*"]) + ["megafp8.kernels"],
+    package_dir={"megafp8.kernels": "kernels"},
+    install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "tqdm", "rich", "tensorboard", "packaging"],
+    extras_require={"test": TEST, "plot": PLOT, "data": DATA, "all": TEST + PLOT + DATA},
+)
