@@ -1,0 +1,167 @@
+"""A run's log: `metrics.jsonl`, TensorBoard events, and a console line like Megatron's.
+
+One JSON object a line, numbers unrounded. Training lines come one an iteration, written at every `--log-interval`
+(reading a number from a GPU waits for it, so that happens once an interval); their `elapsed_ms`,
+`tokens_per_second` and `tflops_per_gpu` are means over the interval, evaluation and saving excluded. After a resume
+lines are appended: of two lines for one iteration the later one counts (`read_metrics` does that).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS_FILE = "metrics.jsonl"
+
+# TensorBoard tags as Megatron writes them, so that existing dashboards work.
+TENSORBOARD_TAGS = {
+    "lm_loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "grad_norm": "grad-norm",
+    "global_batch_size": "batch-size",
+    "num_zeros": "num-zeros",
+    "params_norm": "params-norm",
+    "elapsed_ms": "iteration-time",
+    "tokens_per_second": "tokens-per-second",
+    "tflops_per_gpu": "throughput",
+    "max_memory_gib": "max-memory-gib",
+    "skipped": "skipped",
+    "nan": "nan",
+}
+
+
+class RunLog:
+    """Writes a run's metrics; a log without a directory only prints. Only the first rank makes one with `writes`."""
+
+    def __init__(
+        self,
+        log_dir: Path | None,
+        *,
+        tensorboard_dir: Path | None,
+        writes: bool,
+        total_iterations: int,
+        first_iteration: int = 0,
+        progress: bool | None = None,
+        out: TextIO = sys.stdout,
+    ) -> None:
+        """progress: show a bar; None shows one when `out` is a terminal."""
+        self.writes = writes
+        self.total_iterations = total_iterations
+        self._out = out
+        self._jsonl = self._tensorboard = self._bar = None
+        if not writes:
+            return
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self._jsonl = open(log_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(tensorboard_dir))
+        if progress if progress is not None else out.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_iterations, initial=first_iteration, unit="it", file=out, dynamic_ncols=True, leave=False
+            )
+
+    def note(self, message: str) -> None:
+        """One line on the console, above the progress bar."""
+        if not self.writes:
+            return
+        if self._bar is not None:
+            self._bar.write(message, file=self._out)
+        else:
+            print(message, file=self._out, flush=True)
+
+    def training(self, lines: list[dict[str, Any]]) -> None:
+        """Writes the interval's lines (one an iteration, oldest first) and prints their summary."""
+        if not self.writes or not lines:
+            return
+        for line in lines:
+            self._write(line, prefix="")
+        self.note(console_line(lines, self.total_iterations))
+        if self._bar is not None:
+            self._bar.n = lines[-1]["iteration"]
+            self._bar.set_postfix_str(f"loss {lines[-1]['lm_loss']:.3f}", refresh=True)
+
+    def validation(self, name: str, line: dict[str, Any]) -> None:
+        """Writes one validation result: `iteration`, `valid_loss`, `valid_ppl`, and `dataset` where it has a name."""
+        if not self.writes:
+            return
+        self._write(line | ({"dataset": name} if name else {}), prefix=f"validation/{name}/" if name else "validation/")
+        label = f" ({name})" if name else ""
+        self.note(
+            f" validation loss at iteration {line['iteration']}{label} | lm loss value: {line['valid_loss']:.6E} | "
+            f"lm loss PPL: {line['valid_ppl']:.6E} |"
+        )
+
+    def _write(self, line: dict[str, Any], prefix: str) -> None:
+        if self._jsonl is not None:
+            self._jsonl.write(json.dumps(line) + "\n")
+            self._jsonl.flush()
+        if self._tensorboard is not None:
+            for key, value in line.items():
+                if isinstance(value, (int, float)) and key not in ("iteration", "consumed_samples"):
+                    tag = prefix + TENSORBOARD_TAGS.get(key, key)
+                    self._tensorboard.add_scalar(tag, value, line["iteration"])
+
+    def close(self) -> None:
+        for resource in (self._bar, self._jsonl, self._tensorboard):
+            if resource is not None:
+                resource.close()
+        self._bar = self._jsonl = self._tensorboard = None
+
+
+def console_line(lines: list[dict[str, Any]], total_iterations: int) -> str:
+    """Megatron's line for an interval: the loss is the mean over its iterations that were not skipped."""
+    last = lines[-1]
+    losses = [line["lm_loss"] for line in lines if not line["skipped"] and math.isfinite(line["lm_loss"])]
+    loss = sum(losses) / len(losses) if losses else last["lm_loss"]
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{total_iterations:8d}",
+        f"consumed samples: {last['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {last['elapsed_ms']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {last['tflops_per_gpu']:.3g}",
+        f"learning rate: {last['learning_rate']:.6E}",
+        f"global batch size: {last['global_batch_size']:5d}",
+        f"lm loss: {loss:.6E}",
+        f"grad norm: {last['grad_norm']:.3f}",
+    ]
+    parts += [f"num zeros: {last['num_zeros']}"] if "num_zeros" in last else []
+    parts += [f"params norm: {last['params_norm']:.3f}"] if "params_norm" in last else []
+    parts += [
+        f"number of skipped iterations: {sum(line['skipped'] for line in lines):3d}",
+        f"number of nan iterations: {sum(line['nan'] for line in lines):3d} |",
+    ]
+    return " | ".join(parts)
+
+
+def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(training lines, validation lines) of a run's directory, each iteration once, in order.
+
+    Raises ValueError when `run` holds no `metrics.jsonl`, or when a line other than the last is damaged (a run that
+    is killed may leave half a last line).
+    """
+    path = run / METRICS_FILE if run.is_dir() else run
+    if not path.is_file():
+        raise ValueError(f"{run}: no {METRICS_FILE} there; give a directory written by --log-dir")
+    training: dict[int, dict[str, Any]] = {}
+    validation: dict[tuple[str, int], dict[str, Any]] = {}
+    text = path.read_text(encoding="utf-8").splitlines()
+    for number, raw in enumerate(text, start=1):
+        try:
+            line = json.loads(raw)
+        except json.JSONDecodeError as error:
+            if number == len(text):
+                break
+            raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+        if "valid_loss" in line:
+            validation[line.get("dataset", ""), line["iteration"]] = line
+        else:
+            training[line["iteration"]] = line
+    return [training[i] for i in sorted(training)], [validation[k] for k in sorted(validation)]

@@ -1,0 +1,33 @@
+"""Signals: SIGTERM (a scheduler's notice) or SIGINT ends the run after the iteration in hand, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+
+
+class StopSignal:
+    """Remembers the first SIGTERM or SIGINT; a second SIGINT interrupts at once. A context manager."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's code for a process ended by the signal: 143 for SIGTERM, 130 for SIGINT."""
+        assert self.received is not None
+        return 128 + self.received
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)

@@ -1,0 +1,87 @@
+"""The run log: one line an iteration, unrounded, appended on resume, and Megatron's console line."""
+
+import io
+import json
+
+import pytest
+
+from megafp8.training.run_log import METRICS_FILE, RunLog, console_line, read_metrics
+
+
+def line(iteration: int, loss: float = 2.0, **extra) -> dict:
+    return {
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "consumed_tokens": 64 * iteration,
+        "lm_loss": loss,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.5,
+        "global_batch_size": 4,
+        "elapsed_ms": 10.0,
+        "tokens_per_second": 6400.0,
+        "tflops_per_gpu": 0.5,
+        "skipped": 0,
+        "nan": 0,
+        "max_memory_gib": 0.1,
+    } | extra
+
+
+def open_log(path, out=None, **options) -> RunLog:
+    options = {"tensorboard_dir": None, "writes": True, "total_iterations": 10} | options
+    return RunLog(path, out=out or io.StringIO(), **options)
+
+
+def test_numbers_are_unrounded_and_resume_appends(tmp_path):
+    third = 1 / 3
+    log = open_log(tmp_path)
+    log.training([line(1, third), line(2)])
+    log.validation("", {"iteration": 2, "valid_loss": third, "valid_ppl": 1.4})
+    log.close()
+    log = open_log(tmp_path)  # resumed from iteration 1: iteration 2 is written again
+    log.training([line(2, 5.0), line(3)])
+    log.close()
+    training, validation = read_metrics(tmp_path)
+    assert [t["iteration"] for t in training] == [1, 2, 3]
+    assert training[0]["lm_loss"] == third
+    assert training[1]["lm_loss"] == 5.0
+    assert validation[0]["valid_loss"] == third
+
+
+def test_half_a_last_line_is_ignored_and_a_damaged_one_named(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:20])
+    assert len(read_metrics(tmp_path)[0]) == 1
+    path.write_text('{"iteration": 1,\n' + json.dumps(line(2)) + "\n")
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        read_metrics(tmp_path)
+    with pytest.raises(ValueError, match="no metrics.jsonl"):
+        read_metrics(tmp_path / "elsewhere")
+
+
+def test_console_line_averages_the_interval_and_counts_skips():
+    text = console_line([line(1, 2.0), line(2, float("nan"), skipped=1, nan=1), line(3, 4.0)], 10)
+    assert "iteration        3/      10" in text
+    assert "lm loss: 3.000000E+00" in text
+    assert "number of skipped iterations:   1" in text
+    assert "number of nan iterations:   1" in text
+
+
+def test_a_rank_that_does_not_write_leaves_nothing(tmp_path):
+    out = io.StringIO()
+    log = open_log(tmp_path / "run", out=out, writes=False)
+    log.training([line(1)])
+    log.note("hello")
+    log.close()
+    assert out.getvalue() == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_has_megatrons_tags(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = open_log(tmp_path, tensorboard_dir=tmp_path / "tb")
+    log.training([line(1, 2.5), line(2, 2.25)])
+    log.validation("books", {"iteration": 2, "valid_loss": 1.0, "valid_ppl": 2.7})
+    log.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [e.value for e in events.Scalars("lm loss")] == [2.5, 2.25]
+    assert events.Scalars("validation/books/valid_loss")[0].value == 1.0
