@@ -17,7 +17,7 @@ def write_run(path: Path, losses: dict[int, float], valid: dict[int, float]) -> 
 
 
 def test_gap_is_of_the_last_quarter_of_common_iterations(tmp_path):
-    base = write_run(tmp_path / "a", {i: 4.0 for i in range(1, 9)}, {4: 2.0, 8: 2.0})
+    base = write_run(tmp_path / "a", dict.fromkeys(range(1, 9), 4.0), {4: 2.0, 8: 2.0})
     other = write_run(tmp_path / "b", {i: 9.0 if i <= 6 else 4.4 for i in range(1, 13)}, {8: 2.1, 12: 1.0})
     runs = [compare_runs.load_run(p, p.name) for p in (base, other)]
     gap = compare_runs.gap_of(runs[1], runs[0], window=1)
