@@ -1,0 +1,25 @@
+"""Saving and loading."""
+
+from dataclasses import dataclass
+
+from megafp8.config.flags import flag
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    save: str | None = flag(None, "Directory that checkpoints are written to.", metavar="DIR")
+    save_interval: int | None = flag(None, "Iterations between checkpoints.", shown_default="only at the end")
+    save_retain_interval: int | None = flag(
+        None, "Keep checkpoints at multiples of this and the newest one; delete the others.", shown_default="keep all"
+    )
+    no_save_optim: bool = flag(False, "Leave the optimizer's state out of checkpoints.")
+    no_save_rng: bool = flag(False, "Leave the random states out of checkpoints.")
+    load: str | None = flag(
+        None, "Directory of checkpoints to resume from; an empty one starts a new run.", metavar="DIR"
+    )
+    no_load_optim: bool = flag(False, "Load weights only; the optimizer starts fresh.")
+    no_load_rng: bool = flag(False, "Don't load the random states.")
+    finetune: bool = flag(False, "Load weights only and start at iteration 0 with fresh optimizer and data.")
+    async_save: bool = flag(False, "Write checkpoints in the background while training goes on.")

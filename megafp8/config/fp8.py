@@ -1,0 +1,78 @@
+"""FP8: format, recipe, coverage, backend."""
+
+from dataclasses import dataclass
+
+from megafp8.config.flags import flag
+
+RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
+
+
+@dataclass(frozen=True)
+class FP8Config:
+    """FP8 training; on when --fp8-format is given."""
+
+    fp8_format: str | None = flag(
+        None,
+        "Turn FP8 on: e4m3 for all tensors, or hybrid (e4m3 forward, e5m2 gradients).",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str | None = flag(
+        None,
+        "How tensors are scaled: " + ", ".join(RECIPES) + ".",
+        metavar="{" + ",".join(RECIPES) + "}",
+        shown_default="blockwise for e4m3, tensorwise for hybrid",
+    )
+    fp8_margin: int = flag(0, "Delayed scaling: headroom in powers of two.")
+    fp8_amax_history_len: int = flag(1, "Delayed scaling: steps of amax history kept.")
+    fp8_amax_compute_algo: str = flag(
+        "most_recent", "Delayed scaling: which amax of the history sets the scale.", choices=("most_recent", "max")
+    )
+    fp8_param_gather: bool = flag(
+        False,
+        "Keep weights in FP8 only, without a BF16 copy, and gather their bytes; needs --use-distributed-optimizer.",
+    )
+    first_last_layers_bf16: bool = flag(False, "Keep the first and last transformer layers in BF16.")
+    num_layers_at_start_in_bf16: int = flag(1, "Layers kept in BF16 at the start; needs --first-last-layers-bf16.")
+    num_layers_at_end_in_bf16: int = flag(1, "Layers kept in BF16 at the end; needs --first-last-layers-bf16.")
+    keep_modules_in_bf16: tuple[str, ...] = flag(
+        (),
+        "Keep linears in BF16 whose name matches one of these patterns, e.g. 'layers.*.mlp.fc2'. A pattern that "
+        "matches no module is an error.",
+        nargs="+",
+        metavar="PATTERN",
+        shown_default="none",
+    )
+    fp8_power_of_two_scales: bool | None = flag(
+        None, "Round scales down to powers of two.", shown_default="on for blockwise, off for tensorwise and delayed"
+    )
+    fp8_amax_epsilon: float = flag(0.0, "Lower bound of every amax before the scale is taken.")
+    fp8_input_tile: str | None = flag(
+        None, "Scale tile of inputs: 1d runs along the reduced dimension, 2d is square.",
+        choices=("1d", "2d"), shown_default="the recipe's",
+    )  # fmt: skip
+    fp8_weight_tile: str | None = flag(
+        None, "Scale tile of weights.", choices=("1d", "2d"), shown_default="the recipe's"
+    )
+    fp8_grad_tile: str | None = flag(
+        None, "Scale tile of output gradients.", choices=("1d", "2d"), shown_default="the recipe's"
+    )
+    fp8_input_format: str | None = flag(
+        None, "Number format of inputs.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
+    fp8_weight_format: str | None = flag(
+        None, "Number format of weights.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
+    fp8_grad_format: str | None = flag(
+        None, "Number format of output gradients.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
+    fp8_gemm_backend: str = flag(
+        "auto",
+        "Which FP8 GEMMs run: auto picks by device and measured speed, reference is plain PyTorch.",
+        choices=("auto", "triton", "cublaslt", "reference"),
+    )
+    fp8_monitor_interval: int = flag(0, "Write scale statistics every so many iterations; 0 is off.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any linear runs in FP8."""
+        return self.fp8_format is not None

@@ -1,0 +1,57 @@
+"""AdamW, its schedule, clipping and decay."""
+
+from dataclasses import dataclass
+
+from megafp8.config.flags import flag
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer, learning rate, weight decay."""
+
+    optimizer: str = flag("adam", "Update rule (AdamW: decay is decoupled).", metavar="{adam}")
+    lr: float | None = flag(None, "Peak learning rate. Required.")
+    min_lr: float = flag(0.0, "Learning rate that decay ends at.")
+    lr_decay_style: str = flag(
+        "linear",
+        "Shape of the decay after warm-up; WSD stays flat until the last --lr-wsd-decay-* steps.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    lr_decay_iters: int | None = flag(
+        None, "Iterations, warm-up included, after which the rate is --min-lr.", shown_default="--train-iters"
+    )
+    lr_decay_samples: int | None = flag(None, "The same in samples.", shown_default="--train-samples")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "Shape of WSD's final decay.", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "Iterations of WSD's final decay.")
+    lr_wsd_decay_samples: int | None = flag(None, "Samples of WSD's final decay.")
+    lr_warmup_fraction: float | None = flag(None, "Part of the decay iterations (or samples) used for linear warm-up.")
+    lr_warmup_iters: int = flag(0, "Iterations of linear warm-up.")
+    lr_warmup_samples: int = flag(0, "Samples of linear warm-up.")
+    lr_warmup_init: float = flag(0.0, "Learning rate at which warm-up starts.")
+    decoupled_lr: float | None = flag(None, "Peak learning rate of embedding and LM head.", shown_default="--lr")
+    decoupled_min_lr: float | None = flag(
+        None, "Final learning rate of embedding and LM head.", shown_default="--min-lr"
+    )
+    override_opt_param_scheduler: bool = flag(
+        False,
+        "On resume take the schedule from the flags, not from the checkpoint.",
+        spelling="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False,
+        "On resume take the schedule from the checkpoint, even if the flags differ.",
+        spelling="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+    )
+    weight_decay: float = flag(0.01, "Weight decay of matrices; norms and biases have none.")
+    apply_wd_to_qk_layernorm: bool = flag(False, "Decay the weights of query and key norms too.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment.")
+    adam_beta2: float = flag(0.999, "Decay of the second moment.")
+    adam_eps: float = flag(1e-8, "Added to the root of the second moment.")
+    clip_grad: float = flag(1.0, "Scale gradients down to this L2 norm over all parameters; 0 is off.")
+    use_distributed_optimizer: bool = flag(
+        False, "Shard masters and moments over the data-parallel ranks (ZeRO-1; no effect on one rank)."
+    )

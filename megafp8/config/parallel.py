@@ -1,0 +1,32 @@
+"""How the work is spread over processes."""
+
+from dataclasses import dataclass
+
+from megafp8.config.flags import derived, flag
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Process layout and communication."""
+
+    tensor_model_parallel_size: int = flag(1, "Number of ranks that share each layer's weights.")
+    pipeline_model_parallel_size: int = flag(1, "Number of pipeline stages that the layers are dealt to.")
+    context_parallel_size: int = flag(1, "Number of ranks that share each sequence.")
+    expert_model_parallel_size: int = flag(1, "Number of ranks that share each layer's experts.")
+    expert_tensor_parallel_size: int | None = flag(
+        None, "Number of ranks that share each expert's weights.", shown_default="--tensor-model-parallel-size"
+    )
+    sequence_parallel: bool = flag(
+        False, "Split norms and dropout along the sequence over the tensor-parallel ranks (no effect at size 1)."
+    )
+    overlap_grad_reduce: bool = flag(False, "Reduce gradients while backward goes on (no effect on one rank).")
+    overlap_param_gather: bool = flag(
+        False, "Gather updated parameters while forward goes on; needs --use-distributed-optimizer."
+    )
+    tp_comm_overlap: bool = flag(False, "Overlap tensor-parallel communication with GEMMs (no effect at size 1).")
+    distributed_backend: str = flag(
+        "nccl", "Communication library on GPUs; the CPU always uses gloo.", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag(10, "Minutes after which a collective that hangs ends the run.")
+    world_size: int = derived(1)  # number of processes: WORLD_SIZE, which torchrun sets
+    data_parallel_size: int = derived(1)  # world size / (tensor * pipeline * context)

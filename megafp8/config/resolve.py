@@ -1,0 +1,156 @@
+"""Derives the values that flags leave open, so that the rest of the code reads only final ones.
+
+Each rule is a small function from Config to Config, and they run in the order of `RULES`. Rules assume that the
+required flags are there (validate.py checks it first); they check nothing else.
+"""
+
+from collections.abc import Mapping
+
+from megafp8.config.config import Config
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+def resolve(config: Config, env: Mapping[str, str]) -> Config:
+    """Returns `config` with every derived value filled in.
+
+    Args:
+        config: the flags as given, with plain defaults elsewhere.
+        env: environment variables; WORLD_SIZE is the number of processes (torchrun sets it), 1 without it.
+    """
+    config = config.replace(world_size=int(env.get("WORLD_SIZE", "1")))
+    for rule in RULES:
+        config = rule(config)
+    return config
+
+
+def with_vocab_size(config: Config, vocab_size: int) -> Config:
+    """Returns `config` with the padded vocabulary that follows from the tokenizer's size.
+
+    The padded size is the smallest multiple of `--make-vocab-size-divisible-by` times the tensor-parallel size that
+    holds `vocab_size` plus `--extra-vocab-size` tokens.
+
+    Args:
+        config: a resolved configuration.
+        vocab_size: number of the tokenizer's tokens, end-of-document included.
+    """
+    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    tokens = vocab_size + config.data.extra_vocab_size
+    return config.replace(padded_vocab_size=-(-tokens // multiple) * multiple)
+
+
+def _parallel(config: Config) -> Config:
+    p = config.parallel
+    model_parallel = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    values = {"data_parallel_size": max(1, p.world_size // model_parallel)}
+    if p.expert_tensor_parallel_size is None:
+        values["expert_tensor_parallel_size"] = p.tensor_model_parallel_size
+    return config.replace(**values)
+
+
+def _old_spellings(config: Config) -> Config:
+    """Two flags of Megatron-LM that set another one."""
+    if config.model.use_rotary_position_embeddings:
+        config = config.replace(position_embedding_type="rope")
+    if config.train.recompute_activations and config.train.recompute_granularity is None:
+        config = config.replace(recompute_granularity="selective")
+    return config
+
+
+def _attention(config: Config) -> Config:
+    m = config.model
+    if m.kv_channels is None:
+        config = config.replace(kv_channels=m.hidden_size // m.num_attention_heads)
+    if not m.group_query_attention:
+        return config.replace(num_query_groups=m.num_attention_heads)
+    return config.replace(num_query_groups=1 if m.num_query_groups is None else m.num_query_groups)
+
+
+def _mlp(config: Config) -> Config:
+    """Megatron-LM's rule: 4 h; gated, two thirds of that rounded down to a multiple of 64."""
+    m = config.model
+    if m.ffn_hidden_size is not None:
+        return config
+    if m.swiglu:
+        return config.replace(ffn_hidden_size=int(4 * m.hidden_size * 2 / 3 / 64) * 64)
+    return config.replace(ffn_hidden_size=4 * m.hidden_size)
+
+
+def _biases(config: Config) -> Config:
+    """With biases everywhere qkv has one too, so that `add_qkv_bias` alone tells."""
+    return config.replace(add_qkv_bias=config.model.add_qkv_bias or config.model.add_bias_linear)
+
+
+def _positions(config: Config) -> Config:
+    if config.model.max_position_embeddings is None:
+        return config.replace(max_position_embeddings=config.data.seq_length)
+    return config
+
+
+def _fp8(config: Config) -> Config:
+    if config.fp8.enabled and config.fp8.fp8_recipe is None:
+        return config.replace(fp8_recipe={"e4m3": "blockwise", "hybrid": "tensorwise"}[config.fp8.fp8_format])
+    return config
+
+
+def _batch(config: Config) -> Config:
+    if config.train.global_batch_size is None:
+        return config.replace(global_batch_size=config.train.micro_batch_size * config.parallel.data_parallel_size)
+    return config
+
+
+def _recompute(config: Config) -> Config:
+    if config.train.recompute_granularity == "selective" and config.train.recompute_modules is None:
+        return config.replace(recompute_modules=("core_attn",))
+    if config.train.recompute_granularity == "full":
+        return config.replace(
+            recompute_method=config.train.recompute_method or "uniform",
+            recompute_num_layers=config.train.recompute_num_layers or 1,
+        )
+    return config
+
+
+def _schedule(config: Config) -> Config:
+    """Decay lasts as long as training unless told otherwise."""
+    o, t = config.optimizer, config.train
+    if t.train_iters is not None and o.lr_decay_iters is None:
+        config = config.replace(lr_decay_iters=t.train_iters)
+    if t.train_samples is not None and o.lr_decay_samples is None:
+        config = config.replace(lr_decay_samples=t.train_samples)
+    if o.decoupled_lr is not None and o.decoupled_min_lr is None:
+        config = config.replace(decoupled_min_lr=o.min_lr)
+    return config
+
+
+def _data(config: Config) -> Config:
+    d = config.data
+    values = {}
+    if d.tokenizer_type is None:
+        values["tokenizer_type"] = "GPT2BPETokenizer"
+    if d.dataloader_type is None:
+        values["dataloader_type"] = "single"
+    if d.split is None and d.data_path and not d.mock_data:
+        values["split"] = DEFAULT_SPLIT
+    return config.replace(**values)
+
+
+def _logs(config: Config) -> Config:
+    if config.logging.tensorboard_dir is None and config.logging.log_dir is not None:
+        return config.replace(tensorboard_dir=config.logging.log_dir)
+    return config
+
+
+RULES = (
+    _parallel,
+    _old_spellings,
+    _attention,
+    _mlp,
+    _biases,
+    _positions,
+    _fp8,
+    _batch,
+    _recompute,
+    _schedule,
+    _data,
+    _logs,
+)

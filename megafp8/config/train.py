@@ -1,0 +1,50 @@
+"""The training loop: batches, length, evaluation, precision, recomputation."""
+
+from dataclasses import dataclass
+
+from megafp8.config.flags import flag
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Training loop."""
+
+    micro_batch_size: int | None = flag(None, "Samples that one rank runs at once. Required.")
+    global_batch_size: int | None = flag(
+        None,
+        "Samples of one optimizer step, over all ranks and microbatches.",
+        shown_default="micro batch size x data-parallel size",
+    )
+    train_iters: int | None = flag(None, "Length of the whole training in iterations; or give --train-samples.")
+    train_samples: int | None = flag(None, "Length of the whole training in samples; or give --train-iters.")
+    eval_interval: int = flag(1000, "Iterations between evaluations on the validation set.")
+    eval_iters: int = flag(100, "Global batches of one evaluation; 0 turns evaluation off.")
+    skip_train: bool = flag(False, "Load, evaluate, and stop.")
+    exit_interval: int | None = flag(None, "Stop at an iteration divisible by this.")
+    exit_duration_in_mins: int | None = flag(None, "Save and stop after so many minutes.")
+    exit_signal_handler: bool = flag(False, "Save and stop on SIGTERM.")
+    iterations_to_skip: tuple[int, ...] = flag(
+        (), "Iterations, counted from 1, whose data is passed over without a step.", nargs="+", metavar="N",
+        shown_default="none",
+    )  # fmt: skip
+    seed: int = flag(1234, "Seed of weights, data order and dropout.")
+    bf16: bool = flag(False, "Compute in bfloat16; without it in float32. FP8 needs it.")
+    recompute_activations: bool = flag(False, "Old form of --recompute-granularity selective.")
+    recompute_granularity: str | None = flag(
+        None,
+        "Recompute activations in backward instead of keeping them: whole layers, or --recompute-modules.",
+        choices=("full", "selective"),
+        shown_default="off",
+    )
+    recompute_method: str | None = flag(
+        None,
+        "Full recomputation: of all layers in units (uniform), or of the first --recompute-num-layers (block).",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(None, "uniform: layers of a unit; block: layers recomputed.")
+    recompute_modules: tuple[str, ...] | None = flag(
+        None, "Parts that selective recomputation covers.", nargs="*", metavar="MODULE", shown_default="core_attn"
+    )
+    deterministic_mode: bool = flag(False, "Only deterministic kernels: the same run twice gives the same bits.")
+    device: str = flag("auto", "Where to run; auto takes a GPU when there is one.", choices=("auto", "cpu", "cuda"))
+    dry_run: bool = flag(False, "Print configuration, module precisions, parameters and memory, and stop.")
