@@ -1,0 +1,100 @@
+"""High precision -> storage, one interface for all recipes. Pure: a quantizer has no state.
+
+Where a tile is shared with other ranks, call `amax`, reduce it (max), and pass it to `quantize`. Where scales come
+from a history (delayed scaling), pass `scale`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8 import reference
+from megafp8.fp8.formats import OperandSpec, Scale
+from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
+
+
+def _backend(device: torch.device) -> ModuleType:
+    """The module whose `amax` and `quantize` run on `device`: same bytes everywhere, so this is a matter of speed."""
+    return reference
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantizes `[M, K]` operands as `spec` says. Inputs may have any strides, and are never modified."""
+
+    spec: OperandSpec
+
+    def amax(self, x: Tensor, orientation: str = "rowwise") -> Tensor:
+        """Largest absolute finite value a tile: FP32, in the shape of that orientation's scales."""
+        _check(x)
+        return _backend(x.device).amax(x, self.spec.tile, orientation)
+
+    def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
+        """From amaxes: FP32 multipliers, and scale_inv as stored (FP32, or E8M0 bytes for MXFP8)."""
+        return self.spec.scale_and_inverse(amax)
+
+    def quantize(
+        self,
+        x: Tensor,
+        rowwise: bool = True,
+        colwise: bool = False,
+        *,
+        amax: Tensor | None = None,
+        amax_colwise: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> Quantized:
+        """Quantizes `x [M, K]` (floating point; 0 rows allowed) in the orientations asked for.
+
+        amax, amax_colwise: FP32, in the shape of `amax(x, orientation)`, instead of this tensor's own. Tensor and
+            2D tiles use `amax` for both orientations.
+        scale: FP32, one element, instead of one from an amax; tensor tiles only.
+        Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
+        """
+        _check(x)
+        if not (rowwise or colwise):
+            raise ValueError("quantize: ask for rowwise=True, colwise=True or both")
+        if scale is not None and self.spec.tile.kind != "tensor":
+            raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
+        pair = _backend(x.device).quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale)
+        return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))
+
+    def store(
+        self, stored: tuple[Tensor, Tensor] | None, orientation: str, counts: tuple[int, ...] | None = None
+    ) -> QuantizedStorage | None:
+        """(data, scale_inv) as storage, its scales in the layout of GEMMs."""
+        if stored is None:
+            return None
+        data, scale_inv = stored
+        tile = self.spec.tile
+        return QuantizedStorage(data, gemm_layout(scale_inv, tile), tile, self.spec.scale, orientation, counts)
+
+    def quantize_grouped(
+        self, x: Tensor, counts: list[int], rowwise: bool = True, colwise: bool = True
+    ) -> Quantized:
+        """Quantizes tokens sorted by expert, `x [sum(counts), K]`; tiles restart at each expert's first row."""
+        _check(x)
+        row, col = reference.quantize_grouped(x, counts, self.spec, rowwise, colwise)
+        return Quantized(self.store(row, "rowwise", tuple(counts)), self.store(col, "colwise", tuple(counts)))
+
+    def derive_colwise(self, rowwise: QuantizedStorage) -> QuantizedStorage:
+        """The colwise copy of an operand of which only rowwise bytes exist (received in FP8).
+
+        Raises ValueError under FP32 scales, where it would round every value a second time.
+        """
+        if self.spec.tile.symmetric:
+            return rowwise.flipped()
+        if self.spec.scale is Scale.FP32:
+            raise ValueError(
+                "a colwise copy can be derived from rowwise bytes only under power-of-two scales: "
+                "use power_of_two_scales=True"
+            )
+        return self.store(reference.derive_colwise(rowwise.data, rowwise.scale_inv, self.spec), "colwise")
+
+
+def _check(x: Tensor) -> None:
+    if x.dim() != 2 or not x.dtype.is_floating_point:
+        raise ValueError(f"quantize: expected a 2-D floating point tensor, got {x.dtype} {tuple(x.shape)}")
