@@ -58,7 +58,8 @@ class Tile:
     block: int = 0
 
     def __post_init__(self) -> None:
-        assert self.kind in ("tensor", "1d", "2d") and (self.block > 0) == (self.kind != "tensor")
+        assert self.kind in ("tensor", "1d", "2d")
+        assert (self.block > 0) == (self.kind != "tensor")
 
     def shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Rows and columns of one tile of a stored `[rows, cols]` operand."""

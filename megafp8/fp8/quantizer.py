@@ -72,9 +72,7 @@ class Quantizer:
         tile = self.spec.tile
         return QuantizedStorage(data, gemm_layout(scale_inv, tile), tile, self.spec.scale, orientation, counts)
 
-    def quantize_grouped(
-        self, x: Tensor, counts: list[int], rowwise: bool = True, colwise: bool = True
-    ) -> Quantized:
+    def quantize_grouped(self, x: Tensor, counts: list[int], rowwise: bool = True, colwise: bool = True) -> Quantized:
         """Quantizes tokens sorted by expert, `x [sum(counts), K]`; tiles restart at each expert's first row."""
         _check(x)
         row, col = reference.quantize_grouped(x, counts, self.spec, rowwise, colwise)

@@ -56,16 +56,20 @@ class Recipe:
             if kind not in ("tensor", "1d", "2d"):
                 raise ValueError(f"{role}_tile={kind!r}: use 'tensor', '1d' or '2d'")
         if "tensor" in tiles.values() and set(tiles.values()) != {"tensor"}:
-            raise ValueError(f"{self._axes(tiles)}: a GEMM takes two tensorwise operands or two tiled ones: "
-                             "use 'tensor' for all three or for none")
+            raise ValueError(
+                f"{self._axes(tiles)}: a GEMM takes two tensorwise operands or two tiled ones: "
+                "use 'tensor' for all three or for none"
+            )
         self._check_pairs(tiles)
 
     def _check_pairs(self, tiles: dict[str, str]) -> None:
         pairs = (("input", "weight", "fprop"), ("grad", "weight", "dgrad"), ("grad", "input", "wgrad"))
         for a, b, gemm in pairs:
             if tiles[a] == tiles[b] == "2d":
-                raise ValueError(f"{a}_tile='2d' with {b}_tile='2d': {gemm} would multiply 2D by 2D blocks, "
-                                 f"which no GEMM supports: use {a}_tile='1d'")
+                raise ValueError(
+                    f"{a}_tile='2d' with {b}_tile='2d': {gemm} would multiply 2D by 2D blocks, "
+                    f"which no GEMM supports: use {a}_tile='1d'"
+                )
 
     @staticmethod
     def _axes(tiles: dict[str, str]) -> str:
@@ -144,8 +148,10 @@ class MXFP8(Recipe):
         if self.fp8_format == "hybrid":
             raise ValueError("fp8_format='hybrid' with recipe 'mxfp8': E5M2 gradients diverge there: use 'e4m3'")
         if not self.power_of_two_scales:
-            raise ValueError("power_of_two_scales=False with recipe 'mxfp8': its scales are E8M0 bytes, powers of "
-                             "two: use recipe 'blockwise' for FP32 scales")
+            raise ValueError(
+                "power_of_two_scales=False with recipe 'mxfp8': its scales are E8M0 bytes, powers of "
+                "two: use recipe 'blockwise' for FP32 scales"
+            )
         if self.amax_epsilon:
             raise ValueError("amax_epsilon with recipe 'mxfp8': it has no epsilon: leave it at 0")
         if "tensor" in (self.input_tile, self.weight_tile, self.grad_tile):
@@ -178,8 +184,10 @@ class Delayed(Recipe):
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r}: use 'max' or 'most_recent'")
         if {self.input_tile, self.weight_tile, self.grad_tile} != {"tensor"}:
-            raise ValueError("tiles with recipe 'delayed': a history is kept a tensor: use tile 'tensor', or recipe "
-                             "'blockwise' for tiles")
+            raise ValueError(
+                "tiles with recipe 'delayed': a history is kept a tensor: use tile 'tensor', or recipe "
+                "'blockwise' for tiles"
+            )
         super().__post_init__()
 
     @property

@@ -23,14 +23,19 @@ if TYPE_CHECKING:
 Stored = tuple[Tensor, Tensor]  # data, scale_inv
 
 
-def _nonfinite(x: Tensor) -> Tensor | None:
-    """Mask of the NaN and Inf elements of FP32 `x`; None if there are none and asking costs no device sync.
+def _finite_part(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`x` with NaN and Inf replaced by 0, and their mask (None if there are none and asking costs no device sync).
+
+    BF16 and FP16 stay as they are: their products with FP32 scales are made from FP32 values, without a copy.
 
     A finite sum has only finite terms, and is several times cheaper than an elementwise test.
     """
-    if x.device.type == "cpu" and math.isfinite(x.sum()):
-        return None
-    return ~x.isfinite()
+    x = x.detach()
+    x = x.to(torch.float32) if x.dtype == torch.float64 else x
+    if x.device.type == "cpu" and math.isfinite(x.sum(dtype=torch.float32)):
+        return x, None
+    mask = ~x.isfinite()
+    return x.masked_fill(mask, 0.0), mask
 
 
 def _tiles(x: Tensor, tile_shape: tuple[int, int]) -> Tensor:
@@ -49,25 +54,23 @@ def _tile_shape(x: Tensor, tile: Tile, orientation: str) -> tuple[int, int]:
     return tile.shape(x.shape[1], x.shape[0])[::-1]
 
 
-def _tile_amax(x: Tensor, tile: Tile, orientation: str) -> Tensor:
-    """Amax of FP32 `x` a tile, in the shape of the stored orientation's scales."""
-    rows, cols = x.shape if orientation == "rowwise" else x.shape[::-1]
-    if x.numel() == 0:
-        return x.new_zeros(tile.scale_shape(rows, cols))
-    amax = _tiles(x.abs(), _tile_shape(x, tile, orientation)).amax(dim=(1, 3))
+def _tile_amax(magnitude: Tensor, tile: Tile, orientation: str) -> Tensor:
+    """FP32 amax a tile of `|x| [M, K]`, finite, in the shape of the stored orientation's scales."""
+    rows, cols = magnitude.shape if orientation == "rowwise" else magnitude.shape[::-1]
+    if magnitude.numel() == 0:
+        return magnitude.new_zeros(tile.scale_shape(rows, cols), dtype=torch.float32)
+    amax = _tiles(magnitude, _tile_shape(magnitude, tile, orientation)).amax(dim=(1, 3)).to(torch.float32)
     amax = amax if orientation == "rowwise" else amax.t().contiguous()
     return amax.view(tile.scale_shape(rows, cols))
 
 
 def amax(x: Tensor, tile: Tile, orientation: str = "rowwise") -> Tensor:
     """Largest absolute finite value of each tile, FP32, in the shape of that orientation's scales."""
-    x = x.detach().to(torch.float32)
-    mask = _nonfinite(x)
-    return _tile_amax(x if mask is None else x.masked_fill(mask, 0.0), tile, orientation)
+    return _tile_amax(_finite_part(x)[0].abs(), tile, orientation)
 
 
 def _cast(x: Tensor, scale: Tensor, spec: OperandSpec, orientation: str) -> Tensor:
-    """FP8 of finite FP32 `x [M, K]` times `scale` (in the stored orientation's shape), stored as `[M, K]`."""
+    """FP8 of finite `x [M, K]` times `scale` (in the stored orientation's shape), stored as `[M, K]`."""
     if x.numel() == 0:
         return x.new_empty(x.shape, dtype=spec.format.dtype)
     if spec.tile.kind == "tensor":
@@ -99,17 +102,17 @@ def quantize(
     `amax` and `amax_colwise` replace this tensor's own (tiles shared with other ranks); tensor and 2D tiles have
     one amax for both orientations. `scale` (tensor tiles only, FP32, one element) replaces both (delayed).
     """
-    x = x.detach().to(torch.float32)
-    mask = _nonfinite(x)
-    x = x if mask is None else x.masked_fill(mask, 0.0)
+    x, mask = _finite_part(x)
+    own_amax = scale is None and ((rowwise and amax is None) or (colwise and amax_colwise is None))
+    magnitude = x.abs() if own_amax else None
 
     def one(orientation: str, given_amax: Tensor | None) -> Stored:
         if scale is not None:
-            assert spec.tile.kind == "tensor" and spec.scale is not Scale.E8M0
+            assert spec.tile.kind == "tensor"
             multiplier, scale_inv = scale.view(1), reciprocal(scale.view(1))
         else:
-            a = _tile_amax(x, spec.tile, orientation) if given_amax is None else given_amax
-            multiplier, scale_inv = spec.scale_and_inverse(a)
+            own = _tile_amax(magnitude, spec.tile, orientation) if given_amax is None else given_amax
+            multiplier, scale_inv = spec.scale_and_inverse(own)
         data = _cast(x, multiplier, spec, orientation)
         if mask is not None:
             data.view(torch.uint8).masked_fill_(mask, NAN_BYTE)
@@ -157,7 +160,7 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> Stored
     For receivers of an FP8 dispatch, who never see the high-precision tensor. Scales must be powers of two: FP32
     scales would round every value a second time.
     """
-    assert spec.scale is not Scale.FP32 and spec.tile.kind == "1d"
+    assert spec.scale is not Scale.FP32
     _, colwise = quantize(dequantize(data, scale_inv, spec.tile), spec, rowwise=False, colwise=True)
     return colwise
 
@@ -185,7 +188,7 @@ def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
 
     The numbers stay the same, code 0 included.
     """
-    assert tile.kind in ("1d", "2d") and tile.block % 32 == 0
+    assert tile.block % 32 == 0
     rows, cols = data.shape
     bits = scale_inv.contiguous().view(torch.int32)
     codes = (bits >> 23).to(torch.uint8)  # powers of two in [2^-126, 2^120]: the exponent field is the code

@@ -62,8 +62,7 @@ class QuantizedStorage:
                 rows = tuple(-(-count // self.tile.block) for count in self.counts)
             scales = self.scale_inv.split(rows, self._token_dim)
         return [
-            QuantizedStorage(d, s, self.tile, self.scale, self.orientation)
-            for d, s in zip(data, scales, strict=True)
+            QuantizedStorage(d, s, self.tile, self.scale, self.orientation) for d, s in zip(data, scales, strict=True)
         ]
 
     def flipped(self) -> QuantizedStorage:
