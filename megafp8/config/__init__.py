@@ -13,6 +13,7 @@ from megafp8.config.model import ModelConfig
 from megafp8.config.optimizer import OptimizerConfig
 from megafp8.config.parallel import ParallelConfig
 from megafp8.config.parse import build_config, build_parser, parse_args
+from megafp8.config.provenance import changes, read_args, write_args
 from megafp8.config.resolve import with_vocab_size
 from megafp8.config.train import TrainConfig
 
@@ -28,7 +29,10 @@ __all__ = [
     "TrainConfig",
     "build_config",
     "build_parser",
+    "changes",
     "diff",
     "parse_args",
+    "read_args",
     "with_vocab_size",
+    "write_args",
 ]

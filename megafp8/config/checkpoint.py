@@ -10,7 +10,12 @@ class CheckpointConfig:
     """Checkpoints."""
 
     save: str | None = flag(None, "Directory that checkpoints are written to.", metavar="DIR")
-    save_interval: int | None = flag(None, "Iterations between checkpoints.", shown_default="only at the end")
+    save_interval: int | None = flag(
+        None,
+        "Iterations between checkpoints.",
+        aliases=("--persistent-save-interval",),
+        shown_default="only at the end",
+    )
     save_retain_interval: int | None = flag(
         None, "Keep checkpoints at multiples of this and the newest one; delete the others.", shown_default="keep all"
     )

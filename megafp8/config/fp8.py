@@ -4,7 +4,31 @@ from dataclasses import dataclass
 
 from megafp8.config.flags import flag
 
-RECIPES = ("tensorwise", "blockwise", "mxfp8", "delayed")
+
+@dataclass(frozen=True)
+class RecipeTraits:
+    """What flags may say of a recipe; its numerics are in megafp8/fp8.
+
+    Attributes:
+        hybrid: takes e5m2, so --fp8-format hybrid.
+        tiled: has scale tiles whose shape can be chosen.
+        power_of_two: whether scales can be rounded to powers of two or not (MXFP8's always are).
+        history: takes scales from a history of amaxes.
+    """
+
+    hybrid: bool
+    tiled: bool
+    power_of_two: bool
+    history: bool
+
+
+RECIPES = {
+    "tensorwise": RecipeTraits(hybrid=True, tiled=False, power_of_two=True, history=False),
+    "blockwise": RecipeTraits(hybrid=True, tiled=True, power_of_two=True, history=False),
+    "mxfp8": RecipeTraits(hybrid=False, tiled=True, power_of_two=False, history=False),
+    "delayed": RecipeTraits(hybrid=True, tiled=False, power_of_two=True, history=True),
+}
+DEFAULT_RECIPE = {"e4m3": "blockwise", "hybrid": "tensorwise"}
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,9 @@ def build_config(
         if not has_flag(name):
             raise ValueError(f"there is no flag for the configuration field '{name}'")
     config = Config(given=dict(given)).replace(**given)
-    validate.check_given(config)
+    validate.check_limits(config)
     config = resolve(config, env)
-    notes = compat.check(config, foreign)
+    notes = compat.check(config, foreign) + validate.idle_notes(config)
     validate.check(config)
     if check_files:
         validate.check_files(config)
@@ -167,6 +167,8 @@ def _unknown(rest: list[str]) -> str:
     text = rest[0].split("=")[0]
     if not text.startswith("-"):
         return f"unexpected argument '{text}': values must follow their flag"
+    if area := compat.out_of_scope(text):
+        return f"{text}: is for {area}, which is out of scope here (GPT pretraining); leave it out"
     known = [flag_of(name) for name in field_table() if has_flag(name)] + [e.flag for e in compat.FOREIGN]
     close = difflib.get_close_matches(text, known, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags there are"

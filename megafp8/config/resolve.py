@@ -7,6 +7,7 @@ required flags are there (validate.py checks it first); they check nothing else.
 from collections.abc import Mapping
 
 from megafp8.config.config import Config
+from megafp8.config.fp8 import DEFAULT_RECIPE
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -28,12 +29,20 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
     """Returns `config` with the padded vocabulary that follows from the tokenizer's size.
 
     The padded size is the smallest multiple of `--make-vocab-size-divisible-by` times the tensor-parallel size that
-    holds `vocab_size` plus `--extra-vocab-size` tokens.
+    holds `vocab_size` (or `--vocab-size`, which may reserve more) plus `--extra-vocab-size` tokens.
 
     Args:
         config: a resolved configuration.
         vocab_size: number of the tokenizer's tokens, end-of-document included.
+
+    Raises:
+        ValueError: `--vocab-size` is smaller than the tokenizer's vocabulary.
     """
+    wanted = config.data.vocab_size
+    if wanted is not None and config.data.tokenizer_type != "NullTokenizer":  # NullTokenizer's own size follows from it
+        if wanted < vocab_size:
+            raise ValueError(f"--vocab-size {wanted} is less than the tokenizer's {vocab_size} tokens; leave it out")
+        vocab_size = wanted
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     tokens = vocab_size + config.data.extra_vocab_size
     return config.replace(padded_vocab_size=-(-tokens // multiple) * multiple)
@@ -89,7 +98,7 @@ def _positions(config: Config) -> Config:
 
 def _fp8(config: Config) -> Config:
     if config.fp8.enabled and config.fp8.fp8_recipe is None:
-        return config.replace(fp8_recipe={"e4m3": "blockwise", "hybrid": "tensorwise"}[config.fp8.fp8_format])
+        return config.replace(fp8_recipe=DEFAULT_RECIPE[config.fp8.fp8_format])
     return config
 
 

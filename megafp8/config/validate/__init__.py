@@ -1,0 +1,57 @@
+"""All cross-checks, in one place: what flags may say, alone and together.
+
+Limits of single values are data (limits.py). A cross-check is a small function that returns None, or one line that
+names the flag, its value and the mend; the checks run in the order of CHECKS and the first line becomes a ValueError.
+Flags of Megatron-LM that do nothing in a combination are only noted (idle.py), since scripts carry them along; flags
+of ours are errors.
+"""
+
+from collections.abc import Callable
+
+from megafp8.config.config import Config
+from megafp8.config.validate import data, fp8, model, schedule, training
+from megafp8.config.validate.files import check_files
+from megafp8.config.validate.idle import idle_notes
+from megafp8.config.validate.limits import check_limits
+
+__all__ = ["CHECKS", "check", "check_files", "check_limits", "idle_notes"]
+
+CHECKS: tuple[Callable[[Config], str | None], ...] = (
+    model.heads,
+    model.query_groups,
+    model.positions,
+    model.rotary,
+    model.activation,
+    fp8.fp8_on,
+    fp8.fp8_recipe,
+    fp8.fp8_axes,
+    fp8.fp8_pairs,
+    fp8.fp8_coverage,
+    fp8.fp8_backend,
+    training.layout,
+    training.batch,
+    training.length,
+    training.recompute,
+    training.checkpoints,
+    schedule.optimizer,
+    schedule.schedule_units,
+    schedule.warmup,
+    schedule.wsd,
+    data.sources,
+    data.blends,
+    data.split,
+    data.validation_sets,
+    data.dataloader,
+    data.tokenizer,
+)
+
+
+def check(config: Config) -> None:
+    """Checks a resolved configuration for flags that contradict each other.
+
+    Raises:
+        ValueError: the first contradiction, in one line.
+    """
+    for rule in CHECKS:
+        if message := rule(config):
+            raise ValueError(message)

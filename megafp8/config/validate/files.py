@@ -1,0 +1,40 @@
+"""Checks that the files which flags name exist, before anything is built."""
+
+from pathlib import Path
+
+from megafp8.config.config import Config, flag_of
+from megafp8.config.validate.limits import number
+
+TOKENIZER_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+}
+
+
+def check_files(config: Config) -> None:
+    """Checks data prefixes, tokenizer files and the checkpoint to fine-tune.
+
+    Raises:
+        ValueError: the first file that is missing, with its flag and the mend.
+    """
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        for prefix in config.value(name) or ():
+            if number(prefix) is None:
+                _check_prefix(flag_of(name), prefix)
+    for name in TOKENIZER_FILES.get(config.data.tokenizer_type, ()):
+        path = Path(config.value(name))
+        if not path.exists():
+            raise ValueError(f"{flag_of(name)} {path}: no such file or directory; give the tokenizer's path")
+    load = config.checkpoint.load
+    if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
+        raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
+
+
+def _check_prefix(flag: str, prefix: str) -> None:
+    for suffix in (".bin", ".idx"):
+        if prefix.endswith(suffix):
+            raise ValueError(f"{flag} {prefix}: give the prefix without {suffix}")
+        if not Path(prefix + suffix).is_file():
+            raise ValueError(f"{flag} {prefix}: {prefix}{suffix} is missing; build it with tools/preprocess_data.py")

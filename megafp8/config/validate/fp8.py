@@ -1,0 +1,93 @@
+"""Checks of the FP8 flags against each other."""
+
+from megafp8.config.config import Config, flag_of
+from megafp8.config.fp8 import RECIPES
+from megafp8.config.validate.limits import plain
+
+COVERAGE = (
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "keep_modules_in_bf16",
+)
+
+
+def fp8_on(c: Config) -> str | None:
+    given = [name for name in c.given if name.startswith("fp8_") or name in COVERAGE]
+    if not c.fp8.enabled and given:
+        value = c.given[given[0]]
+        shown = flag_of(given[0]) + ("" if isinstance(value, bool) else f" {plain(value)}")
+        return f"{shown} needs --fp8-format; add --fp8-format e4m3 or hybrid, or leave it out"
+    if c.fp8.enabled and not c.train.bf16:
+        return f"--fp8-format {c.fp8.fp8_format} needs --bf16; add it"
+    return None
+
+
+def fp8_recipe(c: Config) -> str | None:
+    if not c.fp8.enabled:
+        return None
+    if c.fp8.fp8_recipe not in RECIPES:
+        return f"--fp8-recipe {c.fp8.fp8_recipe}: no such recipe; use one of {', '.join(RECIPES)}"
+    if c.fp8.fp8_format == "hybrid" and not RECIPES[c.fp8.fp8_recipe].hybrid:
+        return f"--fp8-recipe {c.fp8.fp8_recipe} takes e4m3 only, not --fp8-format hybrid; use --fp8-format e4m3"
+    return None
+
+
+def fp8_axes(c: Config) -> str | None:
+    """Flags that only some recipes take."""
+    if not c.fp8.enabled:
+        return None
+    traits, recipe = RECIPES[c.fp8.fp8_recipe], f"--fp8-recipe {c.fp8.fp8_recipe}"
+    for name in ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"):
+        if c.is_given(name) and not traits.history:
+            return f"{flag_of(name)} {c.value(name)} needs --fp8-recipe delayed, not {c.fp8.fp8_recipe}; leave one out"
+    for name in ("fp8_input_tile", "fp8_weight_tile", "fp8_grad_tile"):
+        if c.is_given(name) and not traits.tiled:
+            return f"{flag_of(name)} {c.value(name)}: {recipe} has one scale a tensor; use blockwise or mxfp8"
+    if c.is_given("fp8_power_of_two_scales") and not traits.power_of_two:
+        return f"--[no-]fp8-power-of-two-scales: scales of {recipe} are always powers of two; leave it out"
+    for name in ("fp8_input_format", "fp8_weight_format", "fp8_grad_format"):
+        if c.value(name) == "e5m2" and not traits.hybrid:
+            return f"{flag_of(name)} e5m2: {recipe} takes e4m3 only; leave it out"
+    return None
+
+
+def fp8_pairs(c: Config) -> str | None:
+    """The operands that meet in a GEMM: no square tile meets another, no e5m2 another."""
+    if not c.fp8.enabled:
+        return None
+    grad = "e5m2" if c.fp8.fp8_format == "hybrid" else "e4m3"
+    formats = {"input": c.fp8.fp8_input_format or "e4m3", "weight": c.fp8.fp8_weight_format or "e4m3"}
+    formats["grad"] = c.fp8.fp8_grad_format or grad
+    tiles = {"input": c.fp8.fp8_input_tile or "1d", "weight": c.fp8.fp8_weight_tile or "2d"}
+    tiles["grad"] = c.fp8.fp8_grad_tile or "1d"
+    for a, b in (("input", "weight"), ("grad", "weight"), ("input", "grad")):
+        if formats[a] == formats[b] == "e5m2":
+            return f"--fp8-{a}-format e5m2 meets --fp8-{b}-format e5m2 in a GEMM; make one of them e4m3"
+        if tiles[a] == tiles[b] == "2d" and RECIPES[c.fp8.fp8_recipe].tiled:
+            return f"--fp8-{a}-tile 2d meets --fp8-{b}-tile 2d in a GEMM; make one of them 1d"
+    return None
+
+
+def fp8_coverage(c: Config) -> str | None:
+    f = c.fp8
+    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+        if c.is_given(name) and not f.first_last_layers_bf16:
+            return f"{flag_of(name)} {c.value(name)} needs --first-last-layers-bf16; add it"
+    ends = f.num_layers_at_start_in_bf16 + f.num_layers_at_end_in_bf16
+    if f.first_last_layers_bf16 and ends > c.model.num_layers:
+        return (
+            f"--num-layers-at-start-in-bf16 {f.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
+            f"{f.num_layers_at_end_in_bf16} are more than --num-layers {c.model.num_layers}; lower them"
+        )
+    if any(not pattern.strip() for pattern in f.keep_modules_in_bf16):
+        return "--keep-modules-in-bf16 '': a pattern is empty; give module names such as 'layers.*.mlp.fc2'"
+    return None
+
+
+def fp8_backend(c: Config) -> str | None:
+    if c.train.device == "cpu" and c.fp8.fp8_gemm_backend in ("triton", "cublaslt"):
+        return f"--fp8-gemm-backend {c.fp8.fp8_gemm_backend} needs a GPU, not --device cpu; use auto or reference"
+    if c.fp8.fp8_param_gather and not c.optimizer.use_distributed_optimizer:
+        return "--fp8-param-gather needs --use-distributed-optimizer; add it"
+    return None

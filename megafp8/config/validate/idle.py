@@ -1,0 +1,65 @@
+"""Flags of Megatron-LM that do nothing in a given combination: one log line each, as data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megafp8.config.config import Config, flag_of
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Fields that have no effect when `applies` holds, and why."""
+
+    names: tuple[str, ...]
+    applies: Callable[[Config], bool]
+    why: str
+
+
+IDLE = (
+    Idle(
+        ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"),
+        lambda c: c.model.position_embedding_type != "rope",
+        "positions are not rotary",
+    ),
+    Idle(("rope_scaling_factor",), lambda c: not c.model.use_rope_scaling, "without --use-rope-scaling"),
+    Idle(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size == 1, "tensor-parallel size is 1"),
+    Idle(("distributed_backend",), lambda c: c.train.device == "cpu", "--device cpu always uses gloo"),
+    Idle(
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        lambda c: c.optimizer.lr_decay_style != "WSD",
+        "--lr-decay-style is not WSD",
+    ),
+    Idle(
+        ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
+        lambda c: c.checkpoint.save is None,
+        "without --save",
+    ),
+    Idle(("no_load_optim", "no_load_rng", "finetune"), lambda c: c.checkpoint.load is None, "without --load"),
+    Idle(("split",), lambda c: c.data.mock_data, "--mock-data has all splits"),
+    Idle(("data_cache_path",), lambda c: c.data.mock_data, "--mock-data needs no indices"),
+    Idle(
+        ("vocab_file", "merge_file"),
+        lambda c: c.data.tokenizer_type != "GPT2BPETokenizer",
+        "only GPT2BPETokenizer reads it",
+    ),
+    Idle(
+        ("tokenizer_model",),
+        lambda c: c.data.tokenizer_type in ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
+        "this --tokenizer-type reads no model",
+    ),
+    Idle(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+        lambda c: c.data.tokenizer_type != "TikTokenizer",
+        "only TikTokenizer reads it",
+    ),
+)
+
+
+def idle_notes(config: Config) -> list[str]:
+    """Returns a log line per given flag that has no effect in this configuration."""
+    return [
+        f"{flag_of(name)}: no effect ({rule.why})"
+        for rule in IDLE
+        for name in rule.names
+        if config.is_given(name) and rule.applies(config)
+    ]

@@ -1,0 +1,80 @@
+"""Checks of layout, batches, length, recomputation and checkpoints."""
+
+from megafp8.config.config import Config, flag_of
+from megafp8.config.validate.limits import plain
+
+DENSE_MODULES = ("core_attn", "layernorm", "mlp")
+SPARSE_MODULES = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+
+
+def layout(c: Config) -> str | None:
+    p = c.parallel
+    share = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+    if p.world_size % share:
+        return (
+            f"{p.world_size} processes are not divisible by --tensor-model-parallel-size {p.tensor_model_parallel_size}"
+            f" x --pipeline-model-parallel-size {p.pipeline_model_parallel_size} x --context-parallel-size "
+            f"{p.context_parallel_size} = {share}; start a multiple of {share} processes"
+        )
+    if p.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
+        return "--overlap-param-gather needs --use-distributed-optimizer; add it"
+    if p.overlap_param_gather and not p.overlap_grad_reduce:
+        return "--overlap-param-gather needs --overlap-grad-reduce; add it"
+    return None
+
+
+def batch(c: Config) -> str | None:
+    t, dp = c.train, c.parallel.data_parallel_size
+    if t.global_batch_size % (t.micro_batch_size * dp):
+        return (
+            f"--global-batch-size {t.global_batch_size} is not divisible by --micro-batch-size {t.micro_batch_size} x "
+            f"{dp} data-parallel rank(s); make it a multiple of {t.micro_batch_size * dp}"
+        )
+    return None
+
+
+def length(c: Config) -> str | None:
+    t = c.train
+    if t.train_iters is not None and t.train_samples is not None:
+        return f"--train-iters {t.train_iters} contradicts --train-samples {t.train_samples}; leave one out"
+    if t.train_iters is None and t.train_samples is None and not t.skip_train:
+        return "--train-iters or --train-samples is required"
+    if t.train_samples is not None and t.train_samples < t.global_batch_size:
+        return (
+            f"--train-samples {t.train_samples} is less than --global-batch-size {t.global_batch_size}; "
+            "train for one step at least"
+        )
+    return None
+
+
+def recompute(c: Config) -> str | None:
+    t = c.train
+    for name, wants in (
+        ("recompute_method", "full"),
+        ("recompute_num_layers", "full"),
+        ("recompute_modules", "selective"),
+    ):
+        if c.is_given(name) and t.recompute_granularity != wants:
+            return f"{flag_of(name)} {plain(c.value(name))} needs --recompute-granularity {wants}; add it"
+    for module in t.recompute_modules or ():
+        if module in SPARSE_MODULES:
+            return f"--recompute-modules {module}: not yet in megafp8; use {', '.join(DENSE_MODULES)}"
+        if module not in DENSE_MODULES:
+            return f"--recompute-modules {module}: no such part; use {', '.join(DENSE_MODULES)}"
+    if (t.recompute_num_layers or 1) > c.model.num_layers:
+        return (
+            f"--recompute-num-layers {t.recompute_num_layers} is more than --num-layers {c.model.num_layers}; lower it"
+        )
+    return None
+
+
+def checkpoints(c: Config) -> str | None:
+    k = c.checkpoint
+    if k.save_retain_interval and k.save_interval and k.save_retain_interval % k.save_interval:
+        return (
+            f"--save-retain-interval {k.save_retain_interval} is no multiple of --save-interval {k.save_interval}; "
+            "make it one"
+        )
+    if c.train.skip_train and not k.load:
+        return "--skip-train evaluates a checkpoint; give --load"
+    return None
