@@ -1,0 +1,84 @@
+"""BuildContext: what every module of the model is built with, so that none reads flags or asks a global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from megafp8.config import Config
+from megafp8.config.model import ModelConfig
+from megafp8.config.train import TrainConfig
+from megafp8.fp8 import Recipe
+from megafp8.parallel import Axis, ParallelContext
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """What backward computes again.
+
+    modules: parts of every layer ("core_attn", "layernorm", "mlp"); whole layers: `unit` layers at a time are
+    recomputed together, of the first `layers` (None: of all).
+    """
+
+    modules: frozenset[str] = frozenset()
+    unit: int = 0
+    layers: int | None = None
+
+    @staticmethod
+    def of(train: TrainConfig) -> RecomputePlan:
+        if train.recompute_granularity == "selective":
+            return RecomputePlan(modules=frozenset(train.recompute_modules or ()))
+        if train.recompute_granularity == "full":
+            count = train.recompute_num_layers or 1
+            if train.recompute_method == "block":
+                return RecomputePlan(unit=1, layers=count)
+            return RecomputePlan(unit=count)
+        return RecomputePlan()
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """model: the architecture; dtype: of parameters and compute, FP32 or BF16.
+
+    recipe_of: global name of a linear -> its recipe, None for high precision (`fp8.policy` decides).
+    deterministic: only kernels with a deterministic backward.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    parallel: ParallelContext = field(default_factory=ParallelContext)
+    recipe_of: Callable[[str], Recipe | None] = lambda name: None
+    recompute: RecomputePlan = RecomputePlan()
+    deterministic: bool = False
+
+    @property
+    def tp(self) -> Axis:
+        return self.parallel.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.parallel.sequence_parallel and self.tp.size > 1
+
+    @property
+    def output_std(self) -> float:
+        """Init of the layers that add to the residual stream, `std / sqrt(2 layers)` (GPT-2's, as in Megatron-LM)."""
+        return self.model.init_method_std / (2 * self.model.num_layers) ** 0.5
+
+    @staticmethod
+    def of(
+        config: Config, parallel: ParallelContext, device: torch.device, recipe_of: Callable[[str], Recipe | None]
+    ) -> BuildContext:
+        return BuildContext(
+            model=config.model,
+            vocab_size=config.data.vocab_size,
+            dtype=torch.bfloat16 if config.train.bf16 else torch.float32,
+            device=device,
+            parallel=parallel,
+            recipe_of=recipe_of,
+            recompute=RecomputePlan.of(config.train),
+            deterministic=config.train.deterministic_mode,
+        )

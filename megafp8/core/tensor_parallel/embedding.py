@@ -1,0 +1,69 @@
+"""Vocabulary-parallel word embedding, and the table look-up under it, whose gradient is summed in FP32.
+
+Autograd's own gradient of an embedding would be a BF16 tensor; here it is added in FP32 straight into the
+parameter's `main_grad`, in a fixed order (no floating-point atomics), as a linear's wgrad is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.specs import vocab_weight
+from megafp8.params import attach_spec
+from megafp8.step import StepContext
+
+
+def _add_rows(table: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """`table[ids[i]] += rows[i]`, duplicates added in the order of i.
+
+    CUDA's `index_add_` uses atomics and its `index_put_` sorts; on the CPU it is the other way round.
+    """
+    if table.is_cuda:
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, ids: Tensor, step: StepContext | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.step = weight, step
+        return weight[ids]
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, None, None]:
+        (ids,) = ctx.saved_tensors
+        weight, sink = ctx.weight, ctx.step.grads if ctx.step else None
+        if sink is not None:
+            _add_rows(sink.buffer(weight), ids, grad_output.float())
+            sink.ready(weight)
+            return None, None, None
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        _add_rows(total, ids, grad_output.float())
+        return total.to(weight.dtype), None, None
+
+
+def lookup(weight: Tensor, ids: Tensor, step: StepContext | None) -> Tensor:
+    """Rows `ids` [T] of `weight` [rows, h] as [T, h]; the gradient goes to `step.grads` if set, else to `.grad`."""
+    return _Lookup.apply(weight, ids, step)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Word embedding, cut along the padded vocabulary.
+
+    Padding rows start at zero, are never looked up, and have a gradient of exactly zero.
+    """
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        spec = vocab_weight(f"{name}.weight", build)
+        self.weight = attach_spec(
+            nn.Parameter(torch.empty(spec.local_shape, dtype=build.dtype, device=build.device)), spec
+        )
+
+    def forward(self, tokens: Tensor, step: StepContext | None) -> Tensor:
+        """tokens: int64 [T], ids below the logical vocabulary. Returns [T, h]."""
+        return lookup(self.weight, tokens, step)

@@ -1,0 +1,82 @@
+"""Linears cut over the tensor-parallel axis: `fp8.Linear` with the right ParamSpecs, nothing of their own.
+
+Column-parallel linears hold a part of the output features (qkv, fc1, the LM head), row-parallel ones a part of the
+input features (proj, fc2), so that a pair of them needs one reduction. On one rank both are plain linears.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.specs import ZEROS, column_bias, column_weight, replicated, row_weight, vocab_weight
+from megafp8.fp8 import Linear
+
+
+class ColumnParallelLinear(Linear):
+    """y = x W^T + b, output features cut.
+
+    name: global name. out_shape: `(out,)`, or stacked parts that are cut alike, such as SwiGLU's `(2, ffn)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_shape: tuple[int, ...],
+        *,
+        bias: bool,
+        init_std: float,
+        build: BuildContext,
+    ) -> None:
+        weight = column_weight(f"{name}.weight", out_shape, in_features, init_std, build.tp)
+        super().__init__(
+            in_features,
+            weight.local_shape[0],
+            bias,
+            recipe=build.recipe_of(name),
+            weight_spec=weight,
+            bias_spec=column_bias(f"{name}.bias", out_shape, build.tp) if bias else None,
+            params_dtype=build.dtype,
+            device=build.device,
+        )
+
+
+class RowParallelLinear(Linear):
+    """y = x W^T + b, input features cut; the bias is added once, to the sum over the ranks."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, init_std: float, build: BuildContext
+    ) -> None:
+        weight = row_weight(f"{name}.weight", out_features, in_features, init_std, build.tp)
+        sharded = build.sequence_parallel
+        super().__init__(
+            weight.local_shape[1],
+            out_features,
+            bias,
+            recipe=build.recipe_of(name),
+            weight_spec=weight,
+            bias_spec=replicated(f"{name}.bias", (out_features,), ZEROS, gradient_is_part=sharded) if bias else None,
+            params_dtype=build.dtype,
+            device=build.device,
+        )
+
+
+class LMHead(Linear):
+    """Logits of this rank's part of the padded vocabulary; always high precision. No bias.
+
+    tied: the word embedding's weight, when the head shares it.
+    """
+
+    def __init__(self, name: str, build: BuildContext, tied: nn.Parameter | None = None) -> None:
+        spec = vocab_weight(f"{name}.weight", build)
+        super().__init__(
+            spec.local_shape[1],
+            spec.local_shape[0],
+            False,
+            weight_spec=spec,
+            params_dtype=build.dtype,
+            device=build.device if tied is None else "meta",
+        )
+        if tied is not None:
+            self.weight = tied

@@ -1,0 +1,1 @@
+"""The parts of a transformer: norm, rotary embedding, attention, MLP, layer, block."""

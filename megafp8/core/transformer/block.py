@@ -1,0 +1,41 @@
+"""The stack of layers, with recomputation of whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.transformer.core_attention import Sequences
+from megafp8.core.transformer.layer import TransformerLayer
+from megafp8.core.transformer.recompute import recomputed
+from megafp8.step import StepContext
+
+
+class TransformerBlock(nn.ModuleList):
+    """The layers with the given global numbers, in order."""
+
+    def __init__(self, numbers: Iterable[int], build: BuildContext) -> None:
+        super().__init__(TransformerLayer(f"layers.{i}", build) for i in numbers)
+        plan = build.recompute
+        self.unit = plan.unit
+        self.recomputed = 0 if not plan.unit else min(len(self), plan.layers or len(self))
+
+    def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """x: the residual stream [T, hidden]; returns the same shape."""
+        start = 0
+        while start < len(self):
+            if start < self.recomputed:
+                stop = min(start + self.unit, self.recomputed)
+                x = recomputed(lambda x, step, a=start, b=stop: self._run(a, b, x, sequences, step), step, x)
+            else:
+                stop = len(self)
+                x = self._run(start, stop, x, sequences, step)
+            start = stop
+        return x
+
+    def _run(self, start: int, stop: int, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        for layer in list(self)[start:stop]:
+            x = layer(x, sequences, step)
+        return x

@@ -1,0 +1,45 @@
+"""The model's input: word embedding, plus learned positions, plus dropout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.embedding import VocabParallelEmbedding, lookup
+from megafp8.core.tensor_parallel.random import dropout
+from megafp8.core.tensor_parallel.specs import replicated
+from megafp8.params import Init, attach_spec
+from megafp8.step import StepContext
+
+
+class PositionEmbedding(nn.Module):
+    """A learned table with a row for each position."""
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        shape = (build.model.max_position_embeddings, build.model.hidden_size)
+        spec = replicated(f"{name}.weight", shape, Init("normal", build.model.init_method_std), decay=True)
+        self.weight = attach_spec(nn.Parameter(torch.empty(shape, dtype=build.dtype, device=build.device)), spec)
+
+    def forward(self, position_ids: Tensor, step: StepContext) -> Tensor:
+        """position_ids: int64 [T]; returns [T, hidden]."""
+        return lookup(self.weight, position_ids, step)
+
+
+class Embedding(nn.Module):
+    """name: global name ("embedding")."""
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        self.name, self.dropout = name, build.model.hidden_dropout
+        self.word_embeddings = VocabParallelEmbedding(f"{name}.word_embeddings", build)
+        learned = build.model.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(f"{name}.position_embeddings", build) if learned else None
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, step: StepContext) -> Tensor:
+        """tokens, position_ids: int64 [T]; returns [T, hidden]."""
+        x = self.word_embeddings(tokens, step)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(position_ids, step)
+        return dropout(x, self.dropout, step, self.name)

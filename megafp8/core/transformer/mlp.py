@@ -1,0 +1,35 @@
+"""The MLP: fc1 -> activation -> fc2. With SwiGLU, fc1's output is [gate; up]."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megafp8.core.transformer.activation import activation_of
+from megafp8.step import StepContext
+
+
+class MLP(nn.Module):
+    """name: global name, e.g. "layers.3.mlp"."""
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        model = build.model
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        self.activation = activation_of(model)
+        self.fc1 = ColumnParallelLinear(
+            f"{name}.fc1",
+            hidden,
+            (2, ffn) if self.activation.gated else (ffn,),
+            bias=model.add_bias_linear,
+            init_std=model.init_method_std,
+            build=build,
+        )
+        self.fc2 = RowParallelLinear(
+            f"{name}.fc2", ffn, hidden, bias=model.add_bias_linear, init_std=build.output_std, build=build
+        )
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]."""
+        return self.fc2(self.activation(self.fc1(x, step)), step)
