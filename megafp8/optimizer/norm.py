@@ -1,0 +1,58 @@
+"""Norms and zero counts over all parameters, the same in every layout.
+
+A norm is the root of FP64 partial sums of squares, one a parameter, added in the order of global names: which buffer
+or rank holds a parameter changes nothing. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megafp8.params import ParamSpec, unpadded
+
+CHUNK = 1 << 20
+"""Elements converted to FP64 at once."""
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """FP64 scalar; NaN or Inf anywhere in `x` makes it non-finite."""
+    return torch.stack([chunk.double().square_().sum() for chunk in x.reshape(-1).split(CHUNK)]).sum()
+
+
+def count_zeros(x: Tensor) -> Tensor:
+    """Int64 scalar: elements that are exactly 0."""
+    return x.numel() - torch.count_nonzero(x)
+
+
+def per_parameter(
+    values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], measure: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """`measure` of every parameter's tensor without padding, as a vector in the order of global names.
+
+    Ranks that hold other parameters, or other parts of one, add up such vectors before they are summed: a parameter
+    that is replicated over an axis enters on one rank of it.
+    """
+    return torch.stack([measure(unpadded(values[name], specs[name])) for name in sorted(values)])
+
+
+def l2_norm(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> Tensor:
+    """FP64 scalar on the values' device: the L2 norm over all parameters."""
+    return per_parameter(values, specs, sum_of_squares).sum().sqrt()
+
+
+def num_zeros(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> Tensor:
+    """Int64 scalar: elements of all parameters that are exactly 0."""
+    return per_parameter(values, specs, count_zeros).sum()
+
+
+def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:
+    """FP64 scalar that brings `norm` down to at most `clip_grad`; 1 when clipping is off (`clip_grad` 0).
+
+    `clip_grad / (norm + 1e-6)`, as in Megatron-LM and `torch.nn.utils.clip_grad_norm_`.
+    """
+    if clip_grad == 0:
+        return torch.ones_like(norm)
+    return (clip_grad / (norm + 1e-6)).clamp(max=1.0)

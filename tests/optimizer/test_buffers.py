@@ -1,0 +1,138 @@
+"""Layout of the flat buffers, and how gradients get into them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megafp8.optimizer.buffers import ALIGNMENT, Entry, Group, plan_layouts
+from tests.optimizer.helpers import make_optimizer, make_param, make_params
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.integers(0, 1000), st.sampled_from([torch.bfloat16, torch.float32]), st.booleans(), st.booleans(), st.booleans()
+    ),
+    min_size=1,
+    max_size=20,
+).map(lambda rows: [Entry(f"p{i}", n, t, e, Group(d, u)) for i, (n, t, e, d, u) in enumerate(rows)])
+
+
+@given(ENTRIES)
+def test_layout_places_every_parameter_once_without_overlap(entries):
+    layouts = plan_layouts(entries)
+    by_name = {e.name: e for e in entries}
+    assert len({(lay.dtype, lay.expert) for lay in layouts}) == len(layouts)
+    assert sorted(s.name for lay in layouts for s in lay.slots) == sorted(by_name)
+    for layout in layouts:
+        end = 0
+        for slot in layout.slots:
+            entry = by_name[slot.name]
+            assert (entry.dtype, entry.expert) == (layout.dtype, layout.expert)
+            assert slot.start % ALIGNMENT == 0
+            assert slot.start >= end
+            assert slot.stop - slot.start == entry.numel
+            end = slot.stop
+        assert end <= layout.numel
+
+
+@given(ENTRIES)
+def test_segments_cover_the_buffer_and_hold_one_group(entries):
+    groups = {e.name: e.group for e in entries}
+    for layout in plan_layouts(entries):
+        assert layout.segments[0].start == 0
+        assert layout.segments[-1].stop == layout.numel
+        for a, b in zip(layout.segments, layout.segments[1:], strict=False):
+            assert a.stop == b.start
+        for slot in layout.slots:
+            homes = [s for s in layout.segments if s.start <= slot.start and slot.stop <= s.stop]
+            assert any(s.group == groups[slot.name] for s in homes)
+
+
+@given(ENTRIES, st.randoms())
+def test_layout_is_independent_of_the_order_of_parameters(entries, random):
+    shuffled = list(entries)
+    random.shuffle(shuffled)
+    assert plan_layouts(entries) == plan_layouts(shuffled)
+
+
+def test_buffers_are_views_of_one_flat_tensor_in_the_local_shape():
+    params = make_params()
+    optimizer = make_optimizer(params)
+    (flat,) = optimizer.grads.state.flats
+    for spec, param in params:
+        view = optimizer.grads.buffer(param)
+        assert view.shape == param.shape == spec.local_shape
+        assert view.dtype == torch.float32
+        assert view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def test_microbatch_gradients_256_and_1_add_up_to_257():
+    """CASES 46: BF16 accumulation would give 256."""
+    spec, param = make_param("w", (3, 5))
+    optimizer = make_optimizer([(spec, param)])
+    optimizer.zero_grad()
+    for gradient in (256.0, 1.0):
+        (param * gradient).sum().backward()
+        assert param.grad is None
+    assert torch.equal(optimizer.grads.buffer(param), torch.full((3, 5), 257.0))
+    assert optimizer.grads.ready_count("w") == 2
+
+
+def test_a_filled_buffer_is_added_to_and_zero_clears_it():
+    """CASES 46."""
+    spec, param = make_param("w", (4,), dtype=torch.float32)
+    optimizer = make_optimizer([(spec, param)])
+    optimizer.grads.buffer(param).fill_(3.0)
+    (param * 2).sum().backward()
+    assert torch.equal(optimizer.grads.buffer(param), torch.full((4,), 5.0))
+    optimizer.zero_grad()
+    assert torch.equal(optimizer.grads.buffer(param), torch.zeros(4))
+    assert optimizer.grads.ready_count("w") == 0
+
+
+class _Matmul(torch.autograd.Function):
+    """A linear that adds its own weight gradient into the sink, as fp8's does."""
+
+    @staticmethod
+    def forward(ctx, x, w, sink):
+        ctx.save_for_backward(x, w)
+        ctx.sink = sink
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        ctx.sink.buffer(w).add_(dy.t() @ x)
+        ctx.sink.ready(w)
+        return dy @ w, None, None
+
+
+def test_the_hook_leaves_alone_what_a_linear_added_itself():
+    own = make_param("own", (3, 4), dtype=torch.float32)
+    other = make_param("other", (4,), dtype=torch.float32)
+    optimizer = make_optimizer([own, other])
+    x = torch.randn(5, 4)
+    _Matmul.apply(x * other[1], own[1], optimizer.grads).sum().backward()
+    assert optimizer.grads.ready_count("own") == 1
+    assert optimizer.grads.ready_count("other") == 1
+    expected = torch.ones(5, 3).t() @ (x * other[1].detach())
+    torch.testing.assert_close(optimizer.grads.buffer(own[1]), expected)
+    assert optimizer.grads.buffer(other[1]).abs().sum() > 0
+
+
+def test_unready_names_the_parameters_without_a_gradient():
+    a, b = make_param("a", (4,)), make_param("b", (4,))
+    optimizer = make_optimizer([a, b])
+    optimizer.zero_grad()
+    a[1].sum().backward()
+    assert optimizer.grads.unready() == ["b"]
+
+
+def test_a_frozen_parameter_has_no_buffer():
+    a, b = make_param("a", (4,)), make_param("b", (4,))
+    b[1].requires_grad_(False)
+    optimizer = make_optimizer([a, b])
+    with pytest.raises(KeyError):
+        optimizer.grads.buffer(b[1])
+    assert "optimizer/master/b" not in optimizer.state()
+    assert "model/b" in optimizer.weights.state()
