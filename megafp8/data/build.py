@@ -18,6 +18,7 @@ from megafp8.data.mock import MockDocuments
 from megafp8.data.vocabulary import check_token_ids
 
 logger = logging.getLogger(__name__)
+DEFAULT_SPLIT = "969,30,1"  # Megatron's
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -144,7 +145,8 @@ def build_datasets(data, tokenizer, counts: SampleCounts, *, seed: int, shuffle_
 
     Args:
         data: `config.data`: data_path, train_data_path, valid_data_path, test_data_path, split, data_cache_path,
-            seq_length, mock_data, extra_vocab_size, reset_position_ids, reset_attention_mask, eod_mask_loss.
+            seq_length, mock_data, extra_vocab_size, reset_position_ids, reset_attention_mask, eod_mask_loss,
+            multiple_validation_sets, validation_set_names.
         tokenizer: for its `eod` and `vocab_size`.
         counts: samples needed of each split.
         seed: `--seed`.
@@ -182,13 +184,28 @@ def _blend_specs(data) -> tuple[BlendSpec | None, dict[str, BlendSpec], BlendSpe
             flag = "--data-path" if data.data_path else given[0]
             raise ValueError(f"--mock-data and {flag} exclude each other; drop one of them")
         spec = BlendSpec("--mock-data", ("mock",))
-        return spec, {"valid": spec}, spec, data.split
+        return spec, {"valid": spec}, spec, data.split or DEFAULT_SPLIT
     if data.data_path:
         spec = parse_blend("--data-path", data.data_path)
-        return spec, {"valid": spec}, spec, data.split
+        valid = _separate_sets(spec, data) if data.multiple_validation_sets else {"valid": spec}
+        return spec, valid, spec, data.split or DEFAULT_SPLIT
     if not given:
         raise ValueError("--data-path: no data given; give --data-path PREFIX, or --train-data-path, or --mock-data")
     train = parse_blend("--train-data-path", data.train_data_path) if data.train_data_path else None
     valid = parse_named_blends("--valid-data-path", data.valid_data_path, "valid") if data.valid_data_path else {}
+    if data.multiple_validation_sets and "valid" in valid:
+        valid = _separate_sets(valid["valid"], data)
     test = parse_blend("--test-data-path", data.test_data_path) if data.test_data_path else None
     return train, valid, test, None
+
+
+def _separate_sets(spec: BlendSpec, data) -> dict[str, BlendSpec]:
+    """`--multiple-validation-sets`: each prefix by itself, under its `--validation-set-names` or its number."""
+    if spec.weights is not None and spec.flag != "--data-path":
+        raise ValueError(f"--multiple-validation-sets: sets evaluated apart have no weights; give {spec.flag} prefixes "
+                         "only")
+    names = data.validation_set_names or tuple(str(i) for i in range(len(spec.prefixes)))
+    if len(set(names)) != len(spec.prefixes):
+        raise ValueError(f"--validation-set-names {' '.join(names)}: give a different name to each of the "
+                         f"{len(spec.prefixes)} sets of {spec.flag}")
+    return {name: BlendSpec(spec.flag, (prefix,)) for name, prefix in zip(names, spec.prefixes, strict=True)}

@@ -35,7 +35,7 @@ def build_tokenizer(data) -> Tokenizer:
 
     Args:
         data: `config.data`, or anything with tokenizer_type, tokenizer_model, vocab_file, merge_file, vocab_size,
-            tiktoken_pattern.
+            tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens.
     Raises:
         ValueError, in one line, for an unknown type or a file that is missing or of another kind.
     """
@@ -49,7 +49,8 @@ def build_tokenizer(data) -> Tokenizer:
     if kind == "GPT2BPETokenizer":
         return GPT2BPETokenizer(data.vocab_file, data.merge_file)
     if kind == "TikTokenizer":
-        return TikTokenizer(data.tokenizer_model, data.tiktoken_pattern, data.vocab_size)
+        return TikTokenizer(data.tokenizer_model, data.tiktoken_pattern, data.vocab_size,
+                            data.tiktoken_num_special_tokens, data.tiktoken_special_tokens)
     if kind == "NullTokenizer":
         if not data.vocab_size or data.vocab_size < 1:
             raise ValueError(f"--vocab-size {data.vocab_size}: NullTokenizer needs it, 1 or more")

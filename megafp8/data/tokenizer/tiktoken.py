@@ -22,7 +22,7 @@ DEFAULT_VOCAB_SIZE = 1 << 17
 class TikTokenizer(Tokenizer):
     """`--tokenizer-model FILE.json`, a list of {"rank", "token_bytes" (base64), "token_str"}.
 
-    Ids 0..num_special_tokens-1 are special (`<unk> <s> </s> <mask> <pad> <cls> <sep>`, then fillers), the list's
+    Ids 0..num_special_tokens-1 are special (`special_tokens`, by default Megatron's, then fillers), the list's
     tokens follow, cut to `vocab_size` ids in all (default: 131072, or what the list holds if that is less). `</s>`
     ends a document.
     """
@@ -30,12 +30,13 @@ class TikTokenizer(Tokenizer):
     name = "TikTokenizer"
 
     def __init__(self, model: str | None, pattern: str | None = None, vocab_size: int | None = None,
-                 num_special_tokens: int = NUM_SPECIAL_TOKENS):
+                 num_special_tokens: int = NUM_SPECIAL_TOKENS, special_tokens: Sequence[str] | None = None):
         import tiktoken
 
         pattern = pattern or "v2"
         if pattern not in PATTERNS:
             raise ValueError(f"--tiktoken-pattern {pattern}: choose v1 or v2")
+        specials = _special_tokens(special_tokens or SPECIAL_TOKENS, num_special_tokens)
         path = require_file("--tokenizer-model", model, "a JSON vocabulary")
         tokens = _read_vocabulary(path)
         available = num_special_tokens + len(tokens)
@@ -45,13 +46,11 @@ class TikTokenizer(Tokenizer):
                              f"{num_special_tokens} special ones included")
         tokens = tokens[: self.vocab_size - num_special_tokens]
         ranks = {token: i + num_special_tokens for i, token in enumerate(tokens)}
-        fillers = [f"<SPECIAL_{i}>" for i in range(len(SPECIAL_TOKENS), num_special_tokens)]
-        specials = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *fillers])}
         self._encoding = tiktoken.Encoding(path.stem, pat_str=PATTERNS[pattern], mergeable_ranks=ranks,
                                            special_tokens=specials)
         self._num_special = num_special_tokens
         self.bos, self.eod = specials["<s>"], specials["</s>"]
-        self.fingerprint = make_fingerprint(self.name, path, pattern, self.vocab_size, num_special_tokens)
+        self.fingerprint = make_fingerprint(self.name, path, pattern, self.vocab_size, sorted(specials.items()))
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -61,6 +60,19 @@ class TikTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in below(ids, self.vocab_size) if i >= self._num_special])
+
+
+def _special_tokens(named: Sequence[str], number: int) -> dict[str, int]:
+    """Special token -> id: the named ones, then fillers."""
+    missing = [token for token in SPECIAL_TOKENS if token not in named]
+    if missing or len(set(named)) != len(named):
+        fault = f"{missing[0]} is missing" if missing else "one stands twice"
+        raise ValueError(f"--tiktoken-special-tokens {' '.join(named)}: {fault}; give {' '.join(SPECIAL_TOKENS)} and "
+                         "your own, each once")
+    if len(named) > number:
+        raise ValueError(f"--tiktoken-num-special-tokens {number}: there are {len(named)} named ones; give at least "
+                         "that many")
+    return {token: i for i, token in enumerate([*named, *(f"<SPECIAL_{i}>" for i in range(len(named), number))])}
 
 
 def _read_vocabulary(path: Path) -> list[bytes]:
