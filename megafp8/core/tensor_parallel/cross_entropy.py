@@ -30,6 +30,11 @@ def _chunks(tokens: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
+def _shifted(logits: Tensor, top: Tensor) -> Tensor:
+    """logits - top, a new FP32 tensor (`logits.float()` would be the caller's own when they are FP32)."""
+    return torch.sub(logits, top[:, None])
+
+
 def _reduced(x: Tensor, op: ReduceOp, tp: Axis) -> Tensor:
     if tp.size > 1:
         all_reduce(x, op, group=tp.group)
@@ -57,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             total = torch.empty_like(top)
             for rows in _chunks(*logits.shape):
-                total[rows] = (logits[rows, :columns].float() - top[rows, None]).sum(1)
+                total[rows] = _shifted(logits[rows, :columns], top[rows]).sum(1)
             losses += smoothing * (log_sum - _reduced(total, ReduceOp.SUM, tp) / vocab_size)
         ctx.save_for_backward(logits, target, here, top, log_sum)
         ctx.columns, ctx.vocab_size, ctx.smoothing = columns, vocab_size, smoothing
@@ -70,7 +75,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad = torch.empty_like(logits)
         grad[:, columns:] = 0
         for rows in _chunks(*logits.shape) if columns else ():
-            p = logits[rows, :columns].float().sub_(top[rows, None]).sub_(log_sum[rows, None]).exp_()
+            p = _shifted(logits[rows, :columns], top[rows]).sub_(log_sum[rows, None]).exp_()
             if ctx.smoothing:
                 p -= ctx.smoothing / ctx.vocab_size
             p.scatter_add_(1, target[rows, None], here[rows, None] * (ctx.smoothing - 1.0))
@@ -89,7 +94,7 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
     _reduced(top, ReduceOp.MAX, tp)
     total = torch.zeros_like(top)
     for rows in _chunks(*logits.shape) if columns else ():
-        total[rows] = logits[rows, :columns].float().sub_(top[rows, None]).exp_().sum(1)
+        total[rows] = _shifted(logits[rows, :columns], top[rows]).exp_().sum(1)
     return top, _reduced(total, ReduceOp.SUM, tp).log_()
 
 
