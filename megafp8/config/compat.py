@@ -6,8 +6,9 @@ fields for the flags. Prefixes of whole families that are out of scope are in OU
 
 from collections.abc import Sequence
 
-from megafp8.config.config import Config, flag_of, has_flag
-from megafp8.config.verdict import Foreign, NotYetField, accepted, not_yet, refused
+from megafp8.config.config import Config, field_table, flag_of, has_flag
+from megafp8.config.flags import spec_of
+from megafp8.config.verdict import Foreign, Kind, NotYetField, accepted, not_yet, refused
 
 ACCEPTED = (
     *accepted("there is one implementation of the model", "--transformer-impl X", "--use-mcore-models"),
@@ -71,6 +72,7 @@ ACCEPTED = (
     *accepted("random states have one implementation", "--te-rng-tracker", "--use-cpu-initialization"),
     *accepted("process groups are made as needed", "--disable-gloo-process-groups"),
     *accepted("NCCL chooses its buffers", "--use-nccl-ub"),
+    *accepted("--position-embedding-type decides", "--no-position-embedding"),
     *accepted("it shapes Muon's shards only", "--no-use-layer-wise-param-layout"),
     *accepted(
         "there is no loss scaling in BF16 and FP8",
@@ -123,7 +125,9 @@ REFUSED = (
     ),
     *refused(_OFFLOAD, "--cpu-offloading", "--fine-grained-activation-offloading", "--offload-modules X..."),
     *refused(_OFFLOAD, "--cpu-offloading-num-layers X", harmless=["0"]),
-    *refused(_OPTIMIZER_OFFLOAD, "--optimizer-cpu-offload", "--optimizer-offload-policy X"),
+    *refused(
+        _OPTIMIZER_OFFLOAD, "--optimizer-cpu-offload", "--optimizer-offload-policy X", "--overlap-cpu-optimizer-d2h-h2d"
+    ),
     *refused(_OPTIMIZER_OFFLOAD, "--optimizer-offload-fraction X", harmless=["0", "0.0"]),
     *refused(_MUON, "--muon-momentum X", "--muon-scale-mode X", "--muon-extra-scale-factor X"),
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
@@ -159,6 +163,8 @@ NOT_YET = (
         "--moe-token-dispatcher-type X",
         "--moe-flex-dispatcher-backend X",
         "--moe-expert-capacity-factor X",
+        "--moe-token-drop-policy X",
+        "--moe-layer-recompute",
         "--moe-fp8-dispatch",
         "--overlap-moe-expert-parallel-comm",
     ),
@@ -201,6 +207,9 @@ NOT_YET = (
     *not_yet("a batch size of its own for evaluation", "--eval-global-batch-size X"),
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
+    *not_yet("loading a given step", "--ckpt-step X"),
+    *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
+    *not_yet("stopping when there is no checkpoint", "--exit-on-missing-checkpoint"),
     *not_yet("checksums of checkpoints", "--verify-integrity"),
     *not_yet("reruns of suspicious steps", "--rerun-mode X", harmless=["disabled"]),
     *not_yet("profiling", "--profile", "--profile-step-start X", "--profile-step-end X", "--profile-ranks X..."),
@@ -276,6 +285,14 @@ def check(config: Config, foreign: Sequence[tuple[str, tuple[str, ...]]]) -> lis
         features = "; ".join(f"{feature} ({' '.join(flags)})" for feature, flags in missing.items())
         raise ValueError(f"not yet in megafp8: {features}; leave these out")
     return notes
+
+
+def verdict(flag: str) -> Kind | None:
+    """Returns what becomes of a flag: "supported", "accepted", "refused" or "not yet"; None when it isn't known."""
+    for name in field_table():
+        if has_flag(name) and flag in (flag_of(name), *spec_of(field_table()[name][1]).aliases):
+            return "not yet" if any(entry.name == name for entry in NOT_YET_FIELDS) else "supported"
+    return next((entry.kind for entry in FOREIGN if entry.flag == flag), None)
 
 
 def out_of_scope(flag: str) -> str | None:

@@ -44,7 +44,8 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size, in tokens."
     )
-    padded_vocab_size: int | None = derived(None)  # set by `with_vocab_size` once the tokenizer is known
+    unpadded_vocab_size: int | None = derived(None)  # ids in use; `with_vocab_size` sets both from the tokenizer
+    padded_vocab_size: int | None = derived(None)  # rows of the embedding
     normalization: str = flag("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(1e-5, "Added to the variance inside the normalization.")
     apply_layernorm_1p: bool = flag(False, "Store norm weights minus one, so that weight decay pulls them to one.")

@@ -47,6 +47,13 @@ class OptimizerConfig:
         aliases=("--use-checkpoint-opt-param-scheduler",),
     )
     weight_decay: float = flag(0.01, "Weight decay of matrices; norms and biases have none.")
+    start_weight_decay: float | None = flag(
+        None, "Weight decay at the start of training.", shown_default="--weight-decay"
+    )
+    end_weight_decay: float | None = flag(None, "Weight decay at the end of training.", shown_default="--weight-decay")
+    weight_decay_incr_style: str = flag(
+        "constant", "How weight decay goes from start to end.", choices=("constant", "linear", "cosine")
+    )
     apply_wd_to_qk_layernorm: bool = flag(False, "Decay the weights of query and key norms too.")
     adam_beta1: float = flag(0.9, "Decay of the first moment.")
     adam_beta2: float = flag(0.999, "Decay of the second moment.")

@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all flags: those of the groups' fields, and hidden ones of compat.py."""
     parser = _Parser(
         prog="pretrain_gpt.py",
+        usage="%(prog)s [flags]",
         description="Pretrains a GPT in FP8. Flags carry Megatron-LM's names and meanings.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=110),

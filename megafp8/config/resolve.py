@@ -26,10 +26,10 @@ def resolve(config: Config, env: Mapping[str, str]) -> Config:
 
 
 def with_vocab_size(config: Config, vocab_size: int) -> Config:
-    """Returns `config` with the padded vocabulary that follows from the tokenizer's size.
+    """Returns `config` with `model.unpadded_vocab_size`, the ids in use, and `model.padded_vocab_size`, the rows.
 
-    The padded size is the smallest multiple of `--make-vocab-size-divisible-by` times the tensor-parallel size that
-    holds `vocab_size` (or `--vocab-size`, which may reserve more) plus `--extra-vocab-size` tokens.
+    The ids in use are the tokenizer's (or `--vocab-size`, which may reserve more) plus `--extra-vocab-size`; the rows
+    are the smallest multiple of `--make-vocab-size-divisible-by` times the tensor-parallel size that holds them.
 
     Args:
         config: a resolved configuration.
@@ -38,14 +38,14 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
     Raises:
         ValueError: `--vocab-size` is smaller than the tokenizer's vocabulary.
     """
-    wanted = config.data.vocab_size
+    wanted = config.given.get("vocab_size")
     if wanted is not None and config.data.tokenizer_type != "NullTokenizer":  # NullTokenizer's own size follows from it
         if wanted < vocab_size:
             raise ValueError(f"--vocab-size {wanted} is less than the tokenizer's {vocab_size} tokens; leave it out")
         vocab_size = wanted
-    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
     tokens = vocab_size + config.data.extra_vocab_size
-    return config.replace(padded_vocab_size=-(-tokens // multiple) * multiple)
+    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    return config.replace(unpadded_vocab_size=tokens, padded_vocab_size=-(-tokens // multiple) * multiple)
 
 
 def _parallel(config: Config) -> Config:
@@ -128,7 +128,10 @@ def _schedule(config: Config) -> Config:
         config = config.replace(lr_decay_samples=t.train_samples)
     if o.decoupled_lr is not None and o.decoupled_min_lr is None:
         config = config.replace(decoupled_min_lr=o.min_lr)
-    return config
+    return config.replace(
+        start_weight_decay=o.weight_decay if o.start_weight_decay is None else o.start_weight_decay,
+        end_weight_decay=o.weight_decay if o.end_weight_decay is None else o.end_weight_decay,
+    )
 
 
 def _data(config: Config) -> Config:

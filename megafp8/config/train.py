@@ -41,7 +41,7 @@ class TrainConfig:
         "Full recomputation: of all layers in units (uniform), or of the first --recompute-num-layers (block).",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = flag(None, "uniform: layers of a unit; block: layers recomputed.")
+    recompute_num_layers: int | None = flag(None, "Layers of a unit (uniform), or layers recomputed (block).")
     recompute_modules: tuple[str, ...] | None = flag(
         None, "Parts that selective recomputation covers.", nargs="*", metavar="MODULE", shown_default="core_attn"
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["accepted", "refused", "not yet"]
+Kind = Literal["supported", "accepted", "refused", "not yet"]
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class BuildContext:
     parallel: ParallelContext = field(default_factory=ParallelContext)
     recipe_of: Callable[[str], Recipe | None] = lambda name: None
     recompute: RecomputePlan = RecomputePlan()
+    gemm_backend: str = "auto"
     deterministic: bool = False
 
     @property
@@ -74,11 +75,12 @@ class BuildContext:
     ) -> BuildContext:
         return BuildContext(
             model=config.model,
-            vocab_size=config.data.vocab_size,
+            vocab_size=config.model.unpadded_vocab_size,
             dtype=torch.bfloat16 if config.train.bf16 else torch.float32,
             device=device,
             parallel=parallel,
             recipe_of=recipe_of,
+            gemm_backend=config.fp8.fp8_gemm_backend,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
         )

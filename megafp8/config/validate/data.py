@@ -47,7 +47,7 @@ def blends(c: Config) -> str | None:
 
 
 def split(c: Config) -> str | None:
-    if c.data.split is None:
+    if c.data.split is None or c.data.mock_data:
         return None
     parts = [number(part) for part in c.data.split.replace("/", ",").split(",")]
     if not 1 <= len(parts) <= 3 or any(p is None or p < 0 for p in parts):

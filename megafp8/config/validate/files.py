@@ -5,10 +5,10 @@ from pathlib import Path
 from megafp8.config.config import Config, flag_of
 from megafp8.config.validate.limits import number
 
+# HuggingFaceTokenizer's model may be the name of a repository instead of a path: the tokenizer itself looks for it.
 TOKENIZER_FILES = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
     "TikTokenizer": ("tokenizer_model",),
 }
 
@@ -26,7 +26,7 @@ def check_files(config: Config) -> None:
     for name in TOKENIZER_FILES.get(config.data.tokenizer_type, ()):
         path = Path(config.value(name))
         if not path.exists():
-            raise ValueError(f"{flag_of(name)} {path}: no such file or directory; give the tokenizer's path")
+            raise ValueError(f"{flag_of(name)} {path}: no such file; give the tokenizer's path")
     load = config.checkpoint.load
     if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")

@@ -20,7 +20,17 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
     ),
     0: (
         *("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples", "decoupled_lr", "decoupled_min_lr"),
-        *("weight_decay", "clip_grad", "init_method_std", "eval_iters", "num_workers", "extra_vocab_size", "seed"),
+        *(
+            "weight_decay",
+            "start_weight_decay",
+            "end_weight_decay",
+            "clip_grad",
+            "init_method_std",
+            "eval_iters",
+            "num_workers",
+            "extra_vocab_size",
+            "seed",
+        ),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_amax_epsilon", "fp8_monitor_interval"),
         *("fp8_margin", "tiktoken_num_special_tokens"),
     ),

@@ -12,6 +12,11 @@ def optimizer(c: Config) -> str | None:
             return f"{flag_of(low)} {c.value(low)} is above {flag_of(high)} {c.value(high)}; lower it"
     if o.decoupled_min_lr is not None and o.decoupled_lr is None:
         return f"--decoupled-min-lr {o.decoupled_min_lr} needs --decoupled-lr; add it"
+    if o.weight_decay_incr_style == "constant" and o.start_weight_decay != o.end_weight_decay:
+        return (
+            f"--start-weight-decay {o.start_weight_decay} and --end-weight-decay {o.end_weight_decay} differ; give "
+            "--weight-decay-incr-style linear or cosine"
+        )
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         return "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler; leave one out"
     return None

@@ -1,0 +1,139 @@
+"""Dataclass fields become flags, with Megatron-LM's spelling, defaults and forms."""
+
+import dataclasses
+
+import pytest
+
+from megafp8.config import build_parser
+from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
+from megafp8.config.flags import spec_of
+
+# Defaults and spellings of Megatron-LM's arguments.py, from a public version; exceptions are DESIGN.md's.
+MEGATRON_DEFAULTS = {
+    "--attention-dropout": 0.1,
+    "--hidden-dropout": 0.1,
+    "--weight-decay": 0.01,
+    "--clip-grad": 1.0,
+    "--adam-beta1": 0.9,
+    "--adam-beta2": 0.999,
+    "--adam-eps": 1e-8,
+    "--lr-decay-style": "linear",
+    "--lr-wsd-decay-style": "exponential",
+    "--lr-warmup-iters": 0,
+    "--lr-warmup-samples": 0,
+    "--lr-warmup-init": 0.0,
+    "--lr-warmup-fraction": None,
+    "--lr": None,
+    "--min-lr": 0.0,
+    "--weight-decay-incr-style": "constant",
+    "--init-method-std": 0.02,
+    "--seed": 1234,
+    "--normalization": "LayerNorm",
+    "--norm-epsilon": 1e-5,
+    "--position-embedding-type": "learned_absolute",
+    "--rotary-base": 10000,
+    "--rotary-percent": 1.0,
+    "--rope-scaling-factor": 8.0,
+    "--make-vocab-size-divisible-by": 128,
+    "--eval-interval": 1000,
+    "--eval-iters": 100,
+    "--log-interval": 100,
+    "--tensorboard-log-interval": 1,
+    "--num-workers": 2,
+    "--tiktoken-num-special-tokens": 1000,
+    "--distributed-backend": "nccl",
+    "--distributed-timeout-minutes": 10,
+    "--tensor-model-parallel-size": 1,
+    "--pipeline-model-parallel-size": 1,
+    "--context-parallel-size": 1,
+    "--expert-model-parallel-size": 1,
+    "--fp8-format": None,
+    "--fp8-margin": 0,
+    "--fp8-amax-history-len": 1,
+    "--fp8-amax-compute-algo": "most_recent",
+    "--num-layers-at-start-in-bf16": 1,
+    "--num-layers-at-end-in-bf16": 1,
+    "--optimizer": "adam",
+    "--save-interval": None,
+    "--global-batch-size": None,
+}
+MEGATRON_SPELLINGS = {
+    "add_bias_linear": "--disable-bias-linear",
+    "override_opt_param_scheduler": "--override-opt_param-scheduler",
+    "no_load_optim": "--no-load-optim",
+    "fp8_format": "--fp8-format",
+}
+
+
+@pytest.mark.parametrize(("flag", "default"), MEGATRON_DEFAULTS.items())
+def test_defaults_are_megatrons(flag, default):
+    name = next(n for n in field_table() if has_flag(n) and flag_of(n) == flag)
+    assert field_table()[name][1].default == default
+
+
+@pytest.mark.parametrize(("name", "flag"), MEGATRON_SPELLINGS.items())
+def test_spellings_are_megatrons(name, flag):
+    assert flag_of(name) == flag
+
+
+def test_switches_that_store_false(parse):
+    assert parse().model.add_bias_linear
+    assert not parse("--disable-bias-linear").model.add_bias_linear
+
+
+def test_both_spellings_of_the_override_flag(parse):
+    for flag in ("--override-opt_param-scheduler", "--override-opt-param-scheduler"):
+        assert parse(flag).optimizer.override_opt_param_scheduler
+
+
+def test_lists_become_tuples(parse):
+    config = parse("--iterations-to-skip 3 4 --keep-modules-in-bf16 a b --bf16 --fp8-format e4m3")
+    assert config.train.iterations_to_skip == (3, 4)
+    assert config.fp8.keep_modules_in_bf16 == ("a", "b")
+
+
+def test_switch_with_three_states(parse):
+    assert parse("--bf16 --fp8-format e4m3").fp8.fp8_power_of_two_scales is None
+    assert parse("--bf16 --fp8-format e4m3 --fp8-power-of-two-scales").fp8.fp8_power_of_two_scales is True
+    assert parse("--bf16 --fp8-format e4m3 --no-fp8-power-of-two-scales").fp8.fp8_power_of_two_scales is False
+
+
+def test_config_is_frozen(parse):
+    config = parse()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.hidden_size = 3
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model = None
+
+
+def test_help_renders_and_teaches():
+    text = build_parser().format_help()
+    flat = " ".join(text.split())
+    for name, (_, field) in field_table().items():
+        if has_flag(name):
+            spec = spec_of(field)
+            assert f"{flag_of(name)} " in flat.replace(",", " "), name
+            assert spec.help[0].isupper(), (name, spec.help)
+            assert spec.help.endswith("."), (name, spec.help)
+            assert len(spec.help) < 200, f"{name}: help is too long to read"
+    assert max(len(line) for line in text.splitlines()) <= 110
+    for group in GROUPS.values():
+        assert group.__doc__.strip().splitlines()[0] in flat
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--lr abc", ("--lr", "abc")),
+        ("--num-layers 2.5", ("--num-layers", "2.5")),
+        ("--normalization Batch", ("--normalization", "Batch", "RMSNorm")),
+        ("--split", ("--split",)),
+        ("--keep-modules-in-bf16", ("--keep-modules-in-bf16",)),
+        ("--swiglu 3", ("3", "values must follow their flag")),
+    ],
+)
+def test_wrong_forms_are_one_line(parse, argv, words):
+    with pytest.raises(ValueError) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words), str(error.value)
