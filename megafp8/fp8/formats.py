@@ -89,8 +89,13 @@ def scale_from_amax(amax: Tensor, fmax: float, power_of_two: bool, epsilon: floa
     amax = amax.clamp(min=epsilon) if epsilon else amax
     scale = torch.div(torch.full_like(amax, fmax), amax).clamp_(max=MAX_SCALE)
     if power_of_two:
-        scale = (scale.view(torch.int32) & -(1 << _MANTISSA_BITS)).view(torch.float32)
+        scale = power_of_two_floor(scale)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
+
+
+def power_of_two_floor(scale: Tensor) -> Tensor:
+    """The largest power of two <= each FP32 `scale`, normal and positive: its mantissa cleared."""
+    return (scale.view(torch.int32) & -(1 << _MANTISSA_BITS)).view(torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:

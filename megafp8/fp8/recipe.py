@@ -15,19 +15,31 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar
 
-from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+from megafp8.fp8.formats import FORMATS, OperandSpec, Scale, Tile
 from megafp8.fp8.quantizer import Quantizer
 
 ROLES = ("input", "weight", "grad_output")
 COVERED = ("qkv", "proj", "fc1", "fc2")
 """Last components of the names of the linears that a recipe quantizes; the rest stays in high precision."""
 
+_GEMM_ROLES = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+
+def _axis(role: str, what: str) -> str:
+    """Name of the argument that sets the tile or format of a role."""
+    return f"{role.removesuffix('_output')}_{what}"
+
 
 @dataclass(frozen=True)
 class Recipe:
     """The axes that all recipes share. Presets override the defaults.
 
-    fp8_format: "e4m3" everywhere, or "hybrid": E4M3 forward, E5M2 gradients.
+    fp8_format: "e4m3" everywhere, or "hybrid": E4M3 forward, E5M2 gradients. input_format, weight_format,
+        grad_format: "e4m3" or "e5m2", instead of what fp8_format means for the role.
     power_of_two_scales: round FP32 scales down to a power of two.
     input_tile, weight_tile, grad_tile: "tensor", "1d" (1 x block) or "2d" (block x block).
     amax_epsilon: floor under the amaxes.
@@ -42,6 +54,9 @@ class Recipe:
     input_tile: str = "tensor"
     weight_tile: str = "tensor"
     grad_tile: str = "tensor"
+    input_format: str | None = None
+    weight_format: str | None = None
+    grad_format: str | None = None
     amax_epsilon: float = 0.0
     coverage: tuple[str, ...] = COVERED
 
@@ -51,29 +66,43 @@ class Recipe:
             raise ValueError(f"fp8_format={self.fp8_format!r}: use 'e4m3' or 'hybrid'")
         if self.amax_epsilon < 0:
             raise ValueError(f"amax_epsilon={self.amax_epsilon}: must be >= 0")
-        tiles = {"input": self.input_tile, "weight": self.weight_tile, "grad": self.grad_tile}
-        for role, kind in tiles.items():
-            if kind not in ("tensor", "1d", "2d"):
-                raise ValueError(f"{role}_tile={kind!r}: use 'tensor', '1d' or '2d'")
+        tiles, formats = self.tiles, self.formats
+        for role in ROLES:
+            if tiles[role] not in ("tensor", "1d", "2d"):
+                raise ValueError(f"{_axis(role, 'tile')}={tiles[role]!r}: use 'tensor', '1d' or '2d'")
+            if formats[role] not in FORMATS:
+                raise ValueError(f"{_axis(role, 'format')}={formats[role]!r}: use 'e4m3' or 'e5m2'")
         if "tensor" in tiles.values() and set(tiles.values()) != {"tensor"}:
+            named = ", ".join(f"{_axis(role, 'tile')}={kind!r}" for role, kind in tiles.items())
             raise ValueError(
-                f"{self._axes(tiles)}: a GEMM takes two tensorwise operands or two tiled ones: "
-                "use 'tensor' for all three or for none"
+                f"{named}: a GEMM takes two tensorwise or two tiled operands: use 'tensor' for all three or for none"
             )
-        self._check_pairs(tiles)
-
-    def _check_pairs(self, tiles: dict[str, str]) -> None:
-        pairs = (("input", "weight", "fprop"), ("grad", "weight", "dgrad"), ("grad", "input", "wgrad"))
-        for a, b, gemm in pairs:
+        for gemm, (a, b) in _GEMM_ROLES.items():
             if tiles[a] == tiles[b] == "2d":
                 raise ValueError(
-                    f"{a}_tile='2d' with {b}_tile='2d': {gemm} would multiply 2D by 2D blocks, "
-                    f"which no GEMM supports: use {a}_tile='1d'"
+                    f"{_axis(a, 'tile')}='2d' with {_axis(b, 'tile')}='2d': {gemm} would multiply 2D by 2D blocks, "
+                    f"which no GEMM does: use {_axis(a, 'tile')}='1d'"
+                )
+            if formats[a] == formats[b] == "e5m2":
+                raise ValueError(
+                    f"{_axis(a, 'format')}='e5m2' with {_axis(b, 'format')}='e5m2': no GEMM multiplies E5M2 by E5M2 "
+                    f"({gemm} would): use {_axis(b, 'format')}='e4m3'"
                 )
 
-    @staticmethod
-    def _axes(tiles: dict[str, str]) -> str:
-        return ", ".join(f"{role}_tile={kind!r}" for role, kind in tiles.items())
+    @property
+    def tiles(self) -> dict[str, str]:
+        """Role -> kind of tile."""
+        return {"input": self.input_tile, "weight": self.weight_tile, "grad_output": self.grad_tile}
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Role -> name of the number format."""
+        gradient = "e5m2" if self.fp8_format == "hybrid" else "e4m3"
+        return {
+            "input": self.input_format or "e4m3",
+            "weight": self.weight_format or "e4m3",
+            "grad_output": self.grad_format or gradient,
+        }
 
     @property
     def scale(self) -> Scale:
@@ -86,19 +115,12 @@ class Recipe:
 
     @cached_property
     def _quantizers(self) -> dict[str, Quantizer]:
-        tiles = {"input": self.input_tile, "weight": self.weight_tile, "grad_output": self.grad_tile}
-        gradient = E5M2 if self.fp8_format == "hybrid" else E4M3
-        return {
-            role: Quantizer(
-                OperandSpec(
-                    gradient if role == "grad_output" else E4M3,
-                    Tile(kind) if kind == "tensor" else Tile(kind, self.block),
-                    self.scale,
-                    self.amax_epsilon,
-                )
-            )
-            for role, kind in tiles.items()
-        }
+        return {role: Quantizer(self._spec(role)) for role in ROLES}
+
+    def _spec(self, role: str) -> OperandSpec:
+        kind = self.tiles[role]
+        tile = Tile(kind) if kind == "tensor" else Tile(kind, self.block)
+        return OperandSpec(FORMATS[self.formats[role]], tile, self.scale, self.amax_epsilon)
 
     def quantizer(self, role: str) -> Quantizer:
         """The quantizer of a role: "input", "weight" or "grad_output" (ValueError for others)."""
@@ -145,8 +167,8 @@ class MXFP8(Recipe):
     grad_tile: str = "1d"
 
     def __post_init__(self) -> None:
-        if self.fp8_format == "hybrid":
-            raise ValueError("fp8_format='hybrid' with recipe 'mxfp8': E5M2 gradients diverge there: use 'e4m3'")
+        if "e5m2" in self.formats.values():
+            raise ValueError("fp8_format='hybrid' or E5M2 with recipe 'mxfp8': gradients diverge there: use 'e4m3'")
         if not self.power_of_two_scales:
             raise ValueError(
                 "power_of_two_scales=False with recipe 'mxfp8': its scales are E8M0 bytes, powers of "
@@ -154,7 +176,7 @@ class MXFP8(Recipe):
             )
         if self.amax_epsilon:
             raise ValueError("amax_epsilon with recipe 'mxfp8': it has no epsilon: leave it at 0")
-        if "tensor" in (self.input_tile, self.weight_tile, self.grad_tile):
+        if "tensor" in self.tiles.values():
             raise ValueError("tile 'tensor' with recipe 'mxfp8': use '1d' or '2d', or recipe 'tensorwise'")
         super().__post_init__()
 
@@ -183,7 +205,7 @@ class Delayed(Recipe):
             raise ValueError(f"amax_history_len={self.amax_history_len}: must be at least 1")
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo={self.amax_compute_algo!r}: use 'max' or 'most_recent'")
-        if {self.input_tile, self.weight_tile, self.grad_tile} != {"tensor"}:
+        if set(self.tiles.values()) != {"tensor"}:
             raise ValueError(
                 "tiles with recipe 'delayed': a history is kept a tensor: use tile 'tensor', or recipe "
                 "'blockwise' for tiles"

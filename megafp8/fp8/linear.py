@@ -1,0 +1,389 @@
+"""The one linear of megafp8: quantizes its input, multiplies in FP8, keeps one FP8 copy for backward.
+
+    fprop   Y  = Q(X) @ Q(W).T + b
+    dgrad   dX = Q(dY) @ Q(W)
+    wgrad   dW += Q(dY).T @ Q(X)          FP32, into the gradient sink's buffer
+
+Without a recipe the same function multiplies in high precision and still accumulates wgrad in FP32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megafp8.fp8 import gemm
+from megafp8.fp8.param import Weight
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.recipe import ROLES, Recipe
+from megafp8.fp8.storage import Quantized, QuantizedStorage
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.params import ParamSpec, attach_spec
+from megafp8.step import Phase, ScalingHistory, StepContext
+
+Operand = Tensor | Quantized
+
+
+class CommPlan(Protocol):
+    """What a tensor-parallel linear exchanges with its peers; a linear without peers has none.
+
+    Inputs and gradients are `Quantized` under a recipe, tensors `[rows, features]` otherwise. `gather_input` runs
+    before fprop, and again in backward on what was kept of the local input.
+    """
+
+    def gather_input(self, x: Operand) -> Operand: ...
+
+    def reduce_output(self, y: Tensor) -> Tensor: ...
+
+    def gather_grad_output(self, dy: Tensor) -> Tensor: ...
+
+    def reduce_grad_input(self, dx: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a linear wants from the producer of its input.
+
+    dtype: of the high-precision values. quantizer: None for high precision. colwise: backward needs that copy.
+    requantizes: backward quantizes the high-precision input again, which somebody else keeps anyway; the linear then
+    holds no copy of it, and the producer hands it over unquantized.
+    """
+
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    rowwise: bool = True
+    colwise: bool = False
+    requantizes: bool = False
+    history_name: str | None = None
+
+    def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
+        """`x [M, K]` quantized as the consumer would."""
+        scaling = _Scaling(self.quantizer, self.history_name, step)
+        return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name."""
+
+    quantizer: Quantizer
+    name: str | None
+    step: StepContext | None
+
+    @property
+    def history(self) -> ScalingHistory | None:
+        return self.step.scaling if self.name is not None else None
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self.history.scale(self.name) if self.history is not None else None
+
+    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
+        amax = None
+        if record and self.history is not None:
+            amax = self.quantizer.amax(x)
+            self.history.record(self.name, amax)
+        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class LinearArgs:
+    """What the autograd function is told besides its tensors.
+
+    name: global name of the weight, under which a history is kept. keep: whether backward may follow. dtype: of the
+    output and of dX.
+    """
+
+    weight: Weight
+    recipe: Recipe | None
+    step: StepContext | None
+    name: str | None
+    requantize_input: bool
+    comm: CommPlan | None
+    backend: str
+    keep: bool
+    dtype: torch.dtype
+
+    def scaling(self, role: str) -> _Scaling:
+        name = f"{self.name}/{role}" if self.recipe.uses_history else None
+        return _Scaling(self.recipe.quantizer(role), name, self.step)
+
+    def needs(self, role: str) -> dict[str, str]:
+        return gemm.needs(self.recipe, role, self.weight.param.device)
+
+    def weight_operand(self, gemm_name: str) -> QuantizedStorage:
+        return self.weight.operand(gemm_name, self.scaling("weight").scale)
+
+
+def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
+    return quantized.rowwise if orientation == "rowwise" else quantized.colwise
+
+
+class _Linear(torch.autograd.Function):
+    """x: [M, K], high precision or QuantizedTensor. Returns [M, N] in `args.dtype`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
+        ctx.args, ctx.bias = args, bias
+        needs_wgrad = args.keep and weight.requires_grad
+        if args.recipe is None:
+            x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
+            y, kept = _fprop(x, args, lambda x: F.linear(x, weight.to(args.dtype), _alone(bias, args))), x
+        else:
+            y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
+        if bias is not None and args.comm is not None:  # once, to the sum over the ranks
+            y = y + bias
+        ctx.storage = kept if isinstance(kept, QuantizedStorage) else None
+        tensors = (kept.data, kept.scale_inv) if ctx.storage is not None else (kept,)
+        if not needs_wgrad:
+            tensors = ()
+        # The weight is saved so that PyTorch refuses a backward after it was written to.
+        ctx.save_for_backward(weight, *tensors)
+        if ctx.storage is not None:  # only its description; the tensors are autograd's
+            ctx.storage = _describe(ctx.storage)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        args = ctx.args
+        weight, *kept = ctx.saved_tensors
+        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+        if args.comm is not None:
+            dy = args.comm.gather_grad_output(dy)
+        x = ctx.storage(*kept) if kept and ctx.storage is not None else (kept[0] if kept else None)
+        run = _backward_high_precision if args.recipe is None else _backward_fp8
+        dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
+        if dx is not None and args.comm is not None:
+            dx = args.comm.reduce_grad_input(dx)
+        dw = _deliver(weight, wgrad, args.step) if needs_wgrad else None
+        db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
+        return dx, dw, db, None
+
+
+def _describe(storage: QuantizedStorage) -> Callable[[Tensor, Tensor], QuantizedStorage]:
+    tile, scale, orientation = storage.tile, storage.scale, storage.orientation
+    return lambda data, scale_inv: QuantizedStorage(data, scale_inv, tile, scale, orientation)
+
+
+def _alone(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
+    """The bias, if this rank's product is the whole sum: then the GEMM adds it."""
+    return bias.to(args.dtype) if bias is not None and args.comm is None else None
+
+
+def _fprop(x: Operand, args: LinearArgs, multiply: Callable[[Operand], Tensor]) -> Tensor:
+    if args.comm is None:
+        return multiply(x)
+    return args.comm.reduce_output(multiply(args.comm.gather_input(x)))
+
+
+def _backward_high_precision(
+    dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Tensor | None, Callable[[], Tensor]]:
+    dx = dy @ weight.to(dy.dtype) if needs_dgrad else None
+
+    def wgrad() -> Tensor:
+        full = x if args.comm is None else args.comm.gather_input(x)
+        if full.is_cuda and full.dtype != torch.float32:
+            return torch.mm(dy.t(), full, out_dtype=torch.float32)
+        return dy.t().float() @ full.float()
+
+    return dx, wgrad
+
+
+def _fprop_fp8(
+    x: Tensor, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
+) -> tuple[Tensor, Tensor | QuantizedStorage]:
+    """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
+    needs = args.needs("input")
+    requantize = args.requantize_input and not isinstance(x, QuantizedTensor)
+    if isinstance(x, QuantizedTensor):
+        quantized = x.quantized
+    else:
+        colwise = needs["wgrad"] == "colwise" and needs_wgrad and not requantize
+        record = args.step is not None and args.step.records
+        quantized = args.scaling("input").quantize(x, True, colwise, record=record)
+    if args.recipe.uses_history and args.step.records:
+        weight_scaling = args.scaling("weight")
+        weight_scaling.history.record(weight_scaling.name, args.weight.amax(weight_scaling.scale))
+    w = args.weight_operand("fprop")
+    y = _fprop(quantized, args, lambda x: gemm.fprop(x.rowwise, w, _alone(bias, args), args.dtype, args.backend))
+    if requantize or not needs_wgrad:
+        return y, x
+    kept = _pick(quantized, needs["wgrad"])
+    if kept is None:
+        kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
+    return y, kept
+
+
+def _backward_fp8(
+    dy: Tensor,
+    x: Tensor | QuantizedStorage | None,
+    weight: Tensor,
+    args: LinearArgs,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+) -> tuple[Tensor | None, Callable[[], Tensor]]:
+    """dX, and the wgrad task: dY is quantized once, in the orientations that the two GEMMs want."""
+    needs = args.needs("grad_output")
+    wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
+    if not wanted:
+        return None, None
+    record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
+    quantized = args.scaling("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted, record=record)
+    dx = None
+    if needs_dgrad:
+        grad_output = _pick(quantized, needs["dgrad"])
+        dx = gemm.dgrad(grad_output, args.weight_operand("dgrad"), args.dtype, args.backend)
+
+    def wgrad() -> Tensor:
+        kept = x
+        if not isinstance(kept, QuantizedStorage):
+            orientation = args.needs("input")["wgrad"]
+            pair = args.scaling("input").quantize(x, orientation == "rowwise", orientation == "colwise", record=False)
+            kept = _pick(pair, orientation)
+        if args.comm is not None:
+            pair = Quantized(**{kept.orientation: kept})
+            kept = _pick(args.comm.gather_input(pair), kept.orientation)
+        return gemm.wgrad(_pick(quantized, needs["wgrad"]), kept, backend=args.backend)
+
+    return dx, wgrad
+
+
+def _sum_rows(dy: Tensor) -> Callable[[], Tensor]:
+    return lambda: dy.sum(0, dtype=torch.float32)
+
+
+def _deliver(param: Tensor, make: Callable[[], Tensor], step: StepContext | None) -> Tensor | None:
+    """Adds an FP32 gradient into the sink's buffer, or returns it for `.grad` in the parameter's dtype."""
+    if step is None or step.grads is None:
+        return make().to(param.dtype)
+    step.grads.buffer(param).add_(make())
+    step.grads.ready(param)
+    return None
+
+
+class Linear(nn.Module):
+    """`y = x @ weight.T + bias` in FP8 as `recipe` says; in high precision without one.
+
+    in_features, out_features: of this rank's part. weight_spec, bias_spec: attached to the parameters; their owner
+    initializes them. Without specs parameters start as those of `nn.Linear`.
+    params_dtype: of weight, bias and output. name: global name for a history (default: the weight spec's name).
+    requantize_input: keep the high-precision input, which somebody else keeps anyway, instead of an FP8 copy.
+    keep_transposed: keep the weight's transposed copy until the weight changes.
+    gemm_backend: "auto", "cublaslt" or "reference".
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | None = None,
+        weight_spec: ParamSpec | None = None,
+        bias_spec: ParamSpec | None = None,
+        params_dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        name: str | None = None,
+        requantize_input: bool = False,
+        keep_transposed: bool = True,
+        comm: CommPlan | None = None,
+        gemm_backend: str = "auto",
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.recipe, self.comm, self.gemm_backend = recipe, comm, gemm_backend
+        self.requantize_input, self.keep_transposed = requantize_input, keep_transposed
+        self.name = name or (weight_spec.name if weight_spec else None)
+        self.history: ScalingHistory | None = None
+        options = {"dtype": params_dtype, "device": device}
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **options))
+        self.bias = nn.Parameter(torch.empty(out_features, **options)) if bias else None
+        if weight_spec is not None:
+            attach_spec(self.weight, weight_spec)
+        else:
+            nn.Linear.reset_parameters(self)
+        if bias_spec is not None:
+            attach_spec(self.bias, bias_spec)
+        self._own_weight()
+
+    def _own_weight(self) -> Weight:
+        """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
+        owner = self.__dict__.get("_owner")
+        if owner is None or owner.param is not self.weight or owner.recipe is not self.recipe:
+            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed)
+            self._owner = self.weight.owner = owner
+        return owner
+
+    def input_spec(self, training: bool = True) -> InputSpec:
+        """What a producer should hand over; `training`: whether backward follows."""
+        if self.recipe is None:
+            return InputSpec(self.weight.dtype)
+        needs_colwise = gemm.needs(self.recipe, "input", self.weight.device)["wgrad"] == "colwise"
+        colwise = training and self.weight.requires_grad and needs_colwise and not self.requantize_input
+        history_name = f"{self.name}/input" if self.recipe.uses_history else None
+        return InputSpec(
+            self.weight.dtype,
+            self.recipe.quantizer("input"),
+            colwise=colwise,
+            requantizes=self.requantize_input,
+            history_name=history_name,
+        )
+
+    def history_tensors(self) -> dict[str, float]:
+        """Global name -> largest finite value of each tensor whose scale comes from a history."""
+        if self.recipe is None or not self.recipe.uses_history:
+            return {}
+        return {f"{self.name}/{role}": self.recipe.quantizer(role).spec.format.fmax for role in ROLES}
+
+    def saved_bytes(self, rows: int) -> int:
+        """Bytes held for backward on this linear's behalf, for an input of `rows` rows."""
+        if not self.weight.requires_grad or self.requantize_input:
+            return 0
+        if self.recipe is None:
+            return rows * self.in_features * self.weight.element_size()
+        spec = self.recipe.quantizer("input").spec
+        scale_bytes = torch.float8_e8m0fnu.itemsize if spec.tile.block == 32 else torch.float32.itemsize
+        return rows * self.in_features + math.prod(spec.tile.scale_shape(self.in_features, rows)) * scale_bytes
+
+    def forward(self, x: Tensor, step: StepContext | None = None) -> Tensor:
+        """x: [..., in_features], high precision or QuantizedTensor. Returns [..., out_features]."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"linear {self.name or ''} takes {self.in_features} features, got {tuple(x.shape)}")
+        step = self._step(step)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        args = LinearArgs(
+            weight=self._own_weight(),
+            recipe=self.recipe,
+            step=step,
+            name=self.name,
+            requantize_input=self.requantize_input,
+            comm=self.comm,
+            backend=self.gemm_backend,
+            keep=torch.is_grad_enabled(),
+            dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
+        )
+        y = _Linear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, args)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _step(self, step: StepContext | None) -> StepContext | None:
+        if self.recipe is None or not self.recipe.uses_history or (step is not None and step.scaling is not None):
+            return step
+        if self.history is None or self.name is None or step is not None:
+            raise ValueError(
+                f"recipe '{self.recipe.name}' of linear {self.name!r} needs a history: give the linear a name and "
+                "pass step=StepContext(scaling=DelayedScaling.of(model)), or use convert()"
+            )
+        return StepContext(phase=Phase.TRAIN if self.training else Phase.EVAL, scaling=self.history)
+
+    def extra_repr(self) -> str:
+        recipe = self.recipe.name if self.recipe else "high precision"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {recipe}"
+        )

@@ -1,0 +1,95 @@
+"""Weight: owns the stored bytes of a linear's weight, the FP8 copies derived from them, and their version.
+
+Writers (optimizer, load, fallback) call `write_shard()` and then `publish()`, which drops every derived copy at once,
+so no path leaves one orientation new and the other stale. Code that knows nothing of this class (any PyTorch
+optimizer, `load_state_dict`) writes the parameter in place; PyTorch counts that in the parameter's version, which is
+compared too. Only a write through `param.data` escapes both: call `publish()` after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.fp8 import gemm
+from megafp8.fp8.recipe import Recipe
+from megafp8.fp8.storage import QuantizedStorage
+
+
+class Weight:
+    """The weight `param [N, K]` of a linear under `recipe`.
+
+    keep_transposed: keep a dgrad copy that is a mere transposition until the next version, instead of making it anew
+        in each backward: memory for time.
+    version: counts what was published.
+    """
+
+    def __init__(self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True):
+        self.param = param
+        self.recipe = recipe
+        self.keep_transposed = keep_transposed
+        self.version = 0
+        self._key: tuple | None = None
+        self._copies: dict[str, QuantizedStorage] = {}
+        self._amax: Tensor | None = None
+
+    def __getstate__(self) -> dict:
+        """Copies (deepcopy, pickle) of a module own their parameter anew, see `Linear`; they inherit nothing."""
+        return {"param": None, "recipe": self.recipe}
+
+    @torch.no_grad()
+    def write_shard(self, value: Tensor) -> None:
+        """Overwrites the stored bytes with `value` (local shape, any float dtype), rounded to the weight's dtype."""
+        self.param.copy_(value)
+
+    def publish(self) -> None:
+        """Announces that the stored bytes changed: every derived copy is dropped."""
+        self.version += 1
+        self._drop()
+
+    def _drop(self) -> None:
+        self._key, self._copies, self._amax = None, {}, None
+
+    def _refresh(self, scale: Tensor | None) -> None:
+        """Drops the copies of another version, another parameter or another (delayed) scale."""
+        key = (self.version, self.param._version, self.param.data_ptr(), scale)
+        unchanged = self._key is not None and self._key[:3] == key[:3] and self._key[3] is key[3]
+        if not unchanged:
+            self._drop()
+            self._key = key
+
+    def amax(self, scale: Tensor | None = None) -> Tensor:
+        """The whole weight's amax (tensor tiles), once a version."""
+        self._refresh(scale)
+        if self._amax is None:
+            self._amax = self.recipe.quantizer("weight").amax(self.param)
+        return self._amax
+
+    def operand(self, gemm_name: str, scale: Tensor | None = None) -> QuantizedStorage:
+        """The FP8 operand of "fprop" or "dgrad", derived at most once a version.
+
+        scale: delayed scaling's; None takes it from the weight's amax.
+        """
+        self._refresh(scale)
+        orientation = gemm.needs(self.recipe, "weight", self.param.device)[gemm_name]
+        if orientation in self._copies:
+            return self._copies[orientation]
+        storage = self._derive(orientation, scale)
+        is_transposition = orientation == "colwise" and storage.tile.symmetric
+        if self.keep_transposed or not is_transposition:
+            self._copies[orientation] = storage
+        return storage
+
+    def _derive(self, orientation: str, scale: Tensor | None) -> QuantizedStorage:
+        quantizer = self.recipe.quantizer("weight")
+        other = self._copies.get("rowwise" if orientation == "colwise" else "colwise")
+        if other is not None and other.tile.symmetric:
+            return other.flipped()
+        colwise = orientation == "colwise"
+        quantized = quantizer.quantize(self.param, rowwise=not colwise, colwise=colwise, scale=scale)
+        return quantized.colwise if colwise else quantized.rowwise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the derived copies held now."""
+        return sum(copy.nbytes for copy in self._copies.values())

@@ -1,0 +1,73 @@
+"""FP8 GEMMs through cuBLASLt (`torch.nn.functional.scaled_mm`), with the padding that it asks for.
+
+Tensorwise, and blockwise 1D x 2D, 2D x 1D and 1D x 1D, all with accurate accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megafp8.fp8.formats import Scale
+from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+
+_ALIGN = 16  # rows and columns of FP8 operands
+_RECIPES = {
+    "tensor": F.ScalingType.TensorWise,
+    "1d": F.ScalingType.BlockWise1x128,
+    "2d": F.ScalingType.BlockWise128x128,
+}
+
+
+def refuses(a: QuantizedStorage, b: QuantizedStorage) -> str | None:
+    """Why cuBLASLt can't multiply these operands; None if it can."""
+    if Scale.E8M0 in (a.scale, b.scale):
+        return "E8M0 scales are not passed to cuBLASLt yet"
+    if a.tile.kind != "tensor" and a.data.device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        return "blockwise scales need compute capability 9.0"
+    if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+        return "both operands are E5M2"
+    return None
+
+
+def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`A [M, K] @ B [N, K].T + bias`, FP32 accumulation, `[M, N]` of `out_dtype`."""
+    (m, _), n = a.data.shape, b.data.shape[0]
+    a, b = _padded(a), _padded(b)
+    in_epilogue = bias is not None and a.tile.kind == "tensor" and out_dtype == bias.dtype == torch.bfloat16
+    in_epilogue = in_epilogue and n % _ALIGN == 0
+    y = F.scaled_mm(
+        a.data,
+        b.data.t(),
+        _scale_argument(a),
+        _RECIPES[a.tile.kind],
+        _scale_argument(b).t() if b.tile.kind != "tensor" else _scale_argument(b),
+        _RECIPES[b.tile.kind],
+        bias=bias if in_epilogue else None,
+        output_dtype=out_dtype,
+    )[:m, :n]
+    return y if bias is None or in_epilogue else y + bias.to(out_dtype)
+
+
+def _padded(s: QuantizedStorage) -> QuantizedStorage:
+    """The operand with zeros up to multiples of 16 (tiles: of 128 along K); padding adds exactly 0."""
+    rows, cols = s.data.shape
+    step = _ALIGN if s.tile.kind == "tensor" else s.tile.block
+    pad_rows, pad_cols = -rows % _ALIGN, -cols % step
+    if not pad_rows and not pad_cols:
+        return s
+    data = F.pad(s.data.view(torch.uint8), (0, pad_cols, 0, pad_rows)).view(s.data.dtype)
+    scale_inv = s.scale_inv
+    if s.tile.kind == "1d" and pad_rows:
+        scale_inv = gemm_layout(F.pad(scale_inv, (0, 0, 0, pad_rows), value=1.0), s.tile)
+    return QuantizedStorage(data, scale_inv, s.tile, s.scale, s.orientation)
+
+
+def _scale_argument(s: QuantizedStorage) -> Tensor:
+    """scale_inv as `[rows, K blocks]` with the strides that are checked for: K blocks of 2D padded to 4."""
+    if s.tile.kind != "2d":
+        return s.scale_inv
+    rows = s.scale_inv.shape[0]
+    padded = s.scale_inv.stride(0)
+    return s.scale_inv.as_strided((rows, padded), (padded, 1))
