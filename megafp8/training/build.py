@@ -1,0 +1,71 @@
+"""From a configuration to everything a run needs: tokenizer, data, model, optimizer, schedule.
+
+What can be wrong with flags or files is found here, before the first step, as a ValueError in one line.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.config import Config, with_vocab_size
+from megafp8.core.gpt import GPTModel, build_model
+from megafp8.data import Datasets, Tokenizer, build_datasets, build_tokenizer, sample_counts
+from megafp8.fp8 import DelayedScaling
+from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
+from megafp8.parallel import ParallelContext
+from megafp8.params import named_specs
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the trainer works with. scaling: delayed scaling's histories, None where no recipe has any."""
+
+    config: Config
+    parallel: ParallelContext
+    device: torch.device
+    tokenizer: Tokenizer
+    datasets: Datasets
+    model: GPTModel
+    optimizer: Optimizer
+    scaling: DelayedScaling | None
+    schedule: Schedule
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `--device`; `auto` takes a GPU when there is one. Raises ValueError when there is none to take."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA GPU; use --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def set_determinism(config: Config, device: torch.device) -> None:
+    """`--deterministic-mode`: only kernels that give the same bits again; others raise an error."""
+    if config.train.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        # TF32 would break the tolerances of FP32 runs; BF16 and FP8 products do not go through it.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def build_parts(config: Config, parallel: ParallelContext, device: torch.device) -> Parts:
+    """Builds everything, cheapest check first: tokenizer and data before the model takes memory."""
+    set_determinism(config, device)
+    tokenizer = build_tokenizer(config.data)
+    config = with_vocab_size(config, tokenizer.vocab_size)
+    datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
+    schedule = build_schedule(config)
+    model = build_model(config, parallel, device)
+    decoupled = frozenset(model.embedding_and_head_names()) if config.optimizer.decoupled_lr is not None else frozenset()
+    optimizer = build_optimizer(named_specs(model), config, parallel, decoupled=decoupled)
+    return Parts(
+        config, parallel, device, tokenizer, datasets, model, optimizer, DelayedScaling.of(model), schedule
+    )

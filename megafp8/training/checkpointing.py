@@ -1,0 +1,120 @@
+"""What a run saves, and how it resumes: every owner's state under global names, and the run's own counters.
+
+Loading gives each owner its tensors back through `load_state()`, which publishes the weights as a step does, so no
+FP8 copy of an older weight can survive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megafp8.checkpoint import (
+    Found,
+    RandomState,
+    check_tokenizer,
+    find_checkpoint,
+    load_found,
+    save_checkpoint,
+    select_saved,
+)
+from megafp8.checkpoint.resume import OPTIMIZER
+from megafp8.config import Config, diff
+from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
+from megafp8.params import StateItem
+from megafp8.training.build import Parts
+from megafp8.training.progress import Progress
+
+# What may differ between a run and its continuation without saying anything about the training.
+UNREMARKABLE = ("--log-dir", "--save", "--load", "--tensorboard-dir", "--dry-run")
+
+
+class RunState:
+    """The state of a run's owners: weights, optimizer, FP8 histories, random states."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        owners = [parts.optimizer.weights, parts.optimizer, parts.scaling, RandomState(parts.parallel.rank)]
+        self._owners = [owner for owner in owners if owner is not None]
+
+    def items(self) -> dict[str, StateItem]:
+        items: dict[str, StateItem] = {}
+        for owner in self._owners:
+            state = owner.state()
+            assert not items.keys() & state.keys(), "two owners claim one name"
+            items |= state
+        return items
+
+    def save(self, progress: Progress) -> bool:
+        """Saves to `--save`; False when the disk refused (logged), which is no reason to end the run."""
+        checkpoint = self._parts.config.checkpoint
+        items = select_saved(self.items(), no_save_optim=checkpoint.no_save_optim, no_save_rng=checkpoint.no_save_rng)
+        directory = save_checkpoint(
+            checkpoint.save,
+            progress.iteration,
+            items,
+            run_metadata(self._parts, progress),
+            retain_interval=checkpoint.save_retain_interval,
+        )
+        return directory is not None
+
+    def load(self, found: Found) -> None:
+        """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""
+        check_tokenizer(found, tokenizer_identity(self._parts))
+        checkpoint = self._parts.config.checkpoint
+        tensors = load_found(
+            found,
+            self.items(),
+            finetune=checkpoint.finetune,
+            no_load_optim=checkpoint.no_load_optim,
+            no_load_rng=checkpoint.no_load_rng,
+        )
+        with_optimizer = any(name.startswith(OPTIMIZER) for name in tensors)
+        for owner in self._owners:
+            if owner is self._parts.optimizer and not with_optimizer:
+                owner.reset_from_weights()
+            else:
+                owner.load_state(tensors)
+
+
+def tokenizer_identity(parts: Parts) -> dict[str, Any]:
+    tokenizer = parts.tokenizer
+    return {"type": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+
+
+def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """What run.json of a checkpoint says beside the tensors."""
+    return {
+        "progress": progress.to_json(),
+        "schedule": schedule_to_json(parts.schedule),
+        "tokenizer": tokenizer_identity(parts),
+        "args": parts.config.to_dict(),
+    }
+
+
+def find_to_resume(config: Config) -> Found | None:
+    """The checkpoint that `--load` names, or None for a new run."""
+    checkpoint = config.checkpoint
+    return None if checkpoint.load is None else find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+
+
+def resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Schedule, list[str]]:
+    """Loads `found`; returns where the run goes on, the schedule it follows, and lines that say what changed."""
+    state.load(found)
+    checkpoint, optimizer = parts.config.checkpoint, parts.config.optimizer
+    if checkpoint.finetune:
+        return Progress(), parts.schedule, [f"weights from {found.directory}; training starts at iteration 0"]
+    progress = Progress.from_json(found.metadata["progress"])
+    schedule = parts.schedule
+    if checkpoint.no_load_optim:  # a fresh optimizer starts with its schedule, as in Megatron-LM
+        progress.schedule_start = progress.consumed_samples
+    else:
+        schedule = resume_schedule(
+            parts.schedule,
+            found.metadata["schedule"],
+            override=optimizer.override_opt_param_scheduler,
+            use_checkpoint=optimizer.use_checkpoint_opt_param_scheduler,
+        )
+    notes = [f"resumed from {found.directory} at iteration {progress.iteration}"]
+    saved = Config.from_dict(found.metadata["args"])
+    changed = [line for line in diff(saved, parts.config) if not line.startswith(UNREMARKABLE)]
+    return progress, schedule, notes + [f"changed since the checkpoint: {line}" for line in changed]

@@ -1,0 +1,72 @@
+"""How far a run has come, and its lines for the log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megafp8.optimizer import StepStats
+from megafp8.training.step import StepOutput
+
+
+@dataclass
+class Progress:
+    """Counters of the whole training, over all resumes: they follow the data, so skipped steps count too.
+
+    schedule_start: consumed samples at which the schedule began; not 0 after a start with --no-load-optim.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    schedule_start: int = 0
+
+    @property
+    def schedule_samples(self) -> int:
+        """What the schedule is a function of."""
+        return self.consumed_samples - self.schedule_start
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(saved: dict[str, Any]) -> Progress:
+        return Progress(**{field.name: int(saved[field.name]) for field in fields(Progress)})
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """What one iteration leaves for the log: numbers known on the host, and device scalars read later."""
+
+    host: dict[str, Any]
+    loss: Tensor
+    stats: StepStats
+
+    @staticmethod
+    def of(progress: Progress, *, learning_rate: float, global_batch_size: int, output: StepOutput, stats: StepStats):
+        host = {
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            "learning_rate": learning_rate,
+            "global_batch_size": global_batch_size,
+        }
+        return IterationRecord(host, output.loss, stats)
+
+
+def read_records(records: list[IterationRecord]) -> list[dict[str, Any]]:
+    """The records as log lines without times; the device is waited for once."""
+    columns = {"lm_loss": [r.loss for r in records]}
+    for name in ("grad_norm", "skipped", "nan", "num_zeros", "params_norm"):
+        values = [getattr(r.stats, name) for r in records]
+        if values and values[0] is not None:
+            columns[name] = values
+    numbers = torch.stack([torch.stack([v.to(torch.float64) for v in column]) for column in columns.values()]).cpu()
+    lines = [dict(record.host) for record in records]
+    for name, row in zip(columns, numbers.tolist(), strict=True):
+        for line, value in zip(lines, row, strict=True):
+            line[name] = int(value) if name in ("skipped", "nan", "num_zeros") else value
+    return lines

@@ -1,0 +1,231 @@
+"""The training loop: steps, logs, evaluations, saves, and the reasons to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from megafp8.config import Config
+from megafp8.config.provenance import write_args
+from megafp8.data import Batch, build_loader
+from megafp8.plan.flops import training_flops_per_token
+from megafp8.training.build import Parts
+from megafp8.training.checkpointing import RunState, find_to_resume, resume
+from megafp8.training.progress import IterationRecord, Progress, read_records
+from megafp8.training.run_log import RunLog
+from megafp8.training.signals import StopSignal
+from megafp8.training.step import evaluate, forward_backward
+from megafp8.training.throughput import IntervalTimer, max_memory_gib
+
+
+class Trainer:
+    """Runs `parts` to the end of training or to a reason to stop; `run()` returns the process's exit code."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config: Config = parts.config
+        self.state = RunState(parts)
+        self.progress = Progress()
+        self.schedule = parts.schedule
+        self._start = time.monotonic()
+        self._saved_iteration: int | None = None
+        notes = self._resume()
+        self.total_iterations = self._total_iterations()
+        self.log = self._open_log()
+        for note in (*self.config.notes, *parts.datasets.notes, *notes):
+            self.log.note(note)
+
+    def _resume(self) -> list[str]:
+        found = find_to_resume(self.config)
+        if found is None:
+            return []
+        self.progress, self.schedule, notes = resume(self.parts, self.state, found)
+        self._saved_iteration = self.progress.iteration or None
+        return notes
+
+    def _open_log(self) -> RunLog:
+        logging = self.config.logging
+        log_dir = Path(logging.log_dir) if logging.log_dir else None
+        writes = self.parts.parallel.is_first
+        if writes and log_dir is not None:
+            write_args(self.config, log_dir / "args.json")
+        return RunLog(
+            log_dir,
+            tensorboard_dir=Path(logging.tensorboard_dir) if logging.tensorboard_dir else None,
+            writes=writes,
+            total_iterations=self.total_iterations,
+            first_iteration=self.progress.iteration,
+        )
+
+    def _total_iterations(self) -> int:
+        train = self.config.train
+        return train.train_iters or math.ceil(train.train_samples / train.global_batch_size)
+
+    def run(self) -> int:
+        """Trains; returns 0, or 128 + the signal's number when a signal ended the run (after a save)."""
+        with StopSignal() as stop:
+            try:
+                if not self.config.train.skip_train:
+                    self._train(stop)
+                if self.config.train.skip_train or self.progress.iteration >= self.total_iterations:
+                    self._evaluate_all(final=True)
+            finally:
+                self.log.close()
+            return 0 if stop.received is None else stop.exit_code
+
+    def _train(self, stop: StopSignal) -> None:
+        batches = None
+        pending: list[IterationRecord] = []
+        timer = IntervalTimer()
+        logging, train = self.config.logging, self.config.train
+        while self.progress.iteration < self.total_iterations:
+            if batches is None:
+                batches = self._training_batches()
+            pending += self._iteration(batches)
+            iteration = self.progress.iteration
+            reason = self._reason_to_stop(stop)
+            last = iteration == self.total_iterations
+            if pending and (iteration % logging.log_interval == 0 or last or reason):
+                self._write_lines(pending, timer.lap())
+                pending = []
+            with timer.paused():
+                if train.eval_interval and iteration % train.eval_interval == 0 and not last:
+                    self._evaluate_all()
+                if self._save_due(iteration, last or reason is not None):
+                    self._save()
+            if reason:
+                self.log.note(f"stopping at iteration {iteration}: {reason}")
+                return
+
+    def _training_batches(self) -> Iterator[Batch]:
+        parts, data = self.parts, self.config.data
+        return build_loader(
+            parts.datasets.train,
+            parts.datasets.masks,
+            seq_length=data.seq_length,
+            micro_batch_size=self.config.train.micro_batch_size,
+            consumed_samples=self.progress.consumed_samples,
+            dp_rank=parts.parallel.dp.rank,
+            dp_size=parts.parallel.dp.size,
+            num_workers=data.num_workers,
+            pin_memory=parts.device.type == "cuda",
+        )
+
+    def _iteration(self, batches: Iterator[Batch]) -> list[IterationRecord]:
+        """One optimizer step; an iteration of --iterations-to-skip only consumes its data and leaves no record."""
+        parts, train = self.parts, self.config.train
+        count = train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
+        samples = self.progress.schedule_samples
+        iteration = self.progress.iteration + 1
+        microbatches = islice(batches, count)
+        if iteration in train.iterations_to_skip:
+            for _ in microbatches:
+                pass
+            self._advance()
+            self.log.note(f"iteration {iteration}: its data is passed over (--iterations-to-skip)")
+            return []
+        parts.optimizer.zero_grad()
+        output = forward_backward(
+            parts.model,
+            parts.optimizer,
+            microbatches,
+            iteration=iteration,
+            seed=train.seed,
+            scaling=parts.scaling,
+            device=parts.device,
+        )
+        lr = self.schedule.lr(samples)
+        if parts.scaling is not None:
+            parts.scaling.advance()  # before the update: weights are quantized with the new scales
+        stats = parts.optimizer.step(
+            lr=lr,
+            decoupled_lr=self.schedule.decoupled_lr(samples),
+            weight_decay=self.schedule.weight_decay(samples),
+            valid_tokens=output.valid_tokens,
+            loss=output.loss,
+            with_num_zeros=self.config.logging.log_num_zeros_in_grad,
+            with_params_norm=self.config.logging.log_params_norm,
+        )
+        self._advance()
+        return [
+            IterationRecord.of(
+                self.progress,
+                learning_rate=lr,
+                global_batch_size=train.global_batch_size,
+                output=output,
+                stats=stats,
+            )
+        ]
+
+    def _advance(self) -> None:
+        samples = self.config.train.global_batch_size
+        self.progress.iteration += 1
+        self.progress.consumed_samples += samples
+        self.progress.consumed_tokens += samples * self.config.data.seq_length
+
+    def _reason_to_stop(self, stop: StopSignal) -> str | None:
+        train = self.config.train
+        if stop.received is not None:
+            return f"signal {stop.received}"
+        if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
+            return f"--exit-interval {train.exit_interval}"
+        minutes = (time.monotonic() - self._start) / 60
+        if train.exit_duration_in_mins is not None and minutes > train.exit_duration_in_mins:
+            return f"--exit-duration-in-mins {train.exit_duration_in_mins}"
+        return None
+
+    def _write_lines(self, records: list[IterationRecord], seconds: float) -> None:
+        """Writes the interval's lines; times are means over it."""
+        per_iteration = seconds / len(records)
+        tokens = self.config.train.global_batch_size * self.config.data.seq_length
+        flops = tokens * training_flops_per_token(self.config)
+        world = self.parts.parallel.world_size
+        times = {
+            "elapsed_ms": 1e3 * per_iteration,
+            "tokens_per_second": tokens / per_iteration,
+            "tflops_per_gpu": flops / per_iteration / world / 1e12,
+            "max_memory_gib": max_memory_gib(self.parts.device),
+        }
+        self.log.training([line | times for line in read_records(records)])
+
+    def _evaluate_all(self, final: bool = False) -> None:
+        """Every validation set, and after the last step the test set: the same samples each time."""
+        train, datasets = self.config.train, self.parts.datasets
+        if train.eval_iters == 0:
+            return
+        sets = {"" if name == "valid" else name: dataset for name, dataset in datasets.valid.items()}
+        if final and datasets.test is not None:
+            sets["test"] = datasets.test
+        for name, dataset in sets.items():
+            loss = self._evaluate(dataset)
+            line = {"iteration": self.progress.iteration, "valid_loss": loss, "valid_ppl": math.exp(min(loss, 700.0))}
+            self.log.validation(name, line)
+
+    def _evaluate(self, dataset) -> float:
+        parts, train = self.parts, self.config.train
+        batches = build_loader(
+            dataset,
+            parts.datasets.masks,
+            seq_length=self.config.data.seq_length,
+            micro_batch_size=train.micro_batch_size,
+            dp_rank=parts.parallel.dp.rank,
+            dp_size=parts.parallel.dp.size,
+        )
+        count = train.eval_iters * train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
+        return evaluate(parts.model, batches, count=count, scaling=parts.scaling, device=parts.device)
+
+    def _save_due(self, iteration: int, stopping: bool) -> bool:
+        checkpoint = self.config.checkpoint
+        if checkpoint.save is None or iteration == self._saved_iteration:
+            return False
+        return stopping or bool(checkpoint.save_interval and iteration % checkpoint.save_interval == 0)
+
+    def _save(self) -> None:
+        if self.state.save(self.progress):
+            self._saved_iteration = self.progress.iteration
+            self.log.note(f"saved iteration {self.progress.iteration} to {self.config.checkpoint.save}")
+        else:
+            self.log.note(f"could not save iteration {self.progress.iteration} to {self.config.checkpoint.save}")

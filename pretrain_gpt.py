@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""Pretrains a GPT model: flags -> configuration -> model, data, optimizer -> training.
+
+    python pretrain_gpt.py --num-layers 4 --hidden-size 256 ... --bf16 --fp8-format e4m3 --fp8-recipe blockwise
+
+`--help` explains the flags, `--dry-run` shows what a command line would run. Exit codes: 0 the run ended as it
+should, 2 a mistake in the flags or files, 128 + N a signal N ended it (after a save).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from megafp8.config import parse_args
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    try:
+        config = parse_args(argv)
+        # Imported after the flags are checked: a mistake is told before torch takes its seconds to load.
+        from megafp8.plan.summary import dry_run
+        from megafp8.training.build import build_parts, pick_device
+        from megafp8.training.trainer import Trainer
+
+        if config.train.dry_run:
+            print(dry_run(config))
+            return 0
+        from megafp8.parallel import ParallelContext
+
+        trainer = Trainer(build_parts(config, ParallelContext(), pick_device(config.train.device)))
+    except ValueError as error:
+        print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
+        return 2
+    return trainer.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

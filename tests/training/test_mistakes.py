@@ -1,0 +1,106 @@
+"""Bad input gets one clear line and exit code 2 before training starts (issue's list, CASES 72, 74)."""
+
+import numpy as np
+import pytest
+from tests.training.runs import EOD, RECIPES, TEXT, flags, run, write_corpus
+
+from megafp8.data import IndexedDatasetBuilder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def without(argv, *names):
+    kept = list(argv)
+    for name in names:
+        position = kept.index(name)
+        del kept[position : position + 2]
+    return kept
+
+
+def error_of(capsys, *argv) -> str:
+    """The one line on stderr of a command that must exit with 2 before an iteration was run."""
+    assert run(*argv) == 2
+    captured = capsys.readouterr()
+    assert "iteration" not in captured.out
+    lines = [line for line in captured.err.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+FLAG_MISTAKES = {
+    "unknown recipe": (("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blokwise"), ("blokwise", "blockwise")),
+    "mxfp8 hybrid": (("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8"), ("mxfp8", "hybrid", "e4m3")),
+    "fp8 flag without format": (("--bf16", "--fp8-recipe", "blockwise"), ("--fp8-recipe", "--fp8-format")),
+    "fp8 without bf16": (("--fp8-format", "e4m3"), ("--fp8-format", "--bf16")),
+    "pattern without a match": (
+        ("--bf16", "--fp8-format", "e4m3", "--keep-modules-in-bf16", "layers.*.mlp.fc9"),
+        ("layers.*.mlp.fc9",),
+    ),
+    "sequence longer than positions": (("--seq-length", "64"), ("--seq-length", "--max-position-embeddings")),
+    "batch": (("--global-batch-size", "5"), ("--global-batch-size", "--micro-batch-size")),
+    "heads": (("--num-attention-heads", "5"), ("--num-attention-heads", "--hidden-size")),
+    "misspelt flag": (("--hiden-size", "32"), ("--hiden-size", "--hidden-size")),
+    "fp16": (("--fp16",), ("--fp16", "--bf16")),
+    "no documents": (("--split", "0,100,0"), ("training", "--split")),
+    "no such checkpoint": (("--load", "nowhere", "--ckpt-step", "5"), ("--ckpt-step",)),
+}
+
+
+@pytest.mark.parametrize("case", FLAG_MISTAKES)
+def test_flags(corpus, capsys, case):
+    extra, words = FLAG_MISTAKES[case]
+    line = error_of(capsys, *flags(corpus, *extra))
+    for word in words:
+        assert word in line
+
+
+def test_missing_and_truncated_data(corpus, tmp_path, capsys):
+    assert "nowhere" in error_of(capsys, *flags(tmp_path / "nowhere"))
+    prefix = write_corpus(tmp_path, documents=10)
+    data = prefix.with_suffix(".bin")
+    data.write_bytes(data.read_bytes()[:-100])
+    assert "corpus.bin" in error_of(capsys, *flags(prefix))
+    prefix = write_corpus(tmp_path, documents=10)
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:-10])
+    assert "corpus.idx" in error_of(capsys, *flags(prefix))
+
+
+def test_token_beyond_the_vocabulary(tmp_path, capsys):
+    builder = IndexedDatasetBuilder(tmp_path / "big", np.uint16)
+    for _ in range(20):
+        builder.add_document(np.array([1, 2, 300] * 40 + [EOD]))
+    builder.finalize()
+    line = error_of(capsys, *flags(tmp_path / "big"))
+    assert "300" in line
+    assert "257" in line
+
+
+def test_tokenizer_that_is_not_the_checkpoints(corpus, tmp_path, capsys):
+    saving = ("--save", str(tmp_path / "c"), "--load", str(tmp_path / "c"))
+    assert run(*flags(corpus, *saving, "--train-iters", "2", "--lr-warmup-iters", "0")) == 0
+    capsys.readouterr()
+    other = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "300", "--train-iters", "4")
+    line = error_of(capsys, *flags(corpus, *saving, *other))
+    assert "tokenizer" in line
+    assert "ByteTokenizer" in line
+
+
+def test_empty_validation_split_is_only_noted(corpus, tmp_path, capsys):
+    assert run(*flags(corpus, "--split", "100,0,0", "--train-iters", "2", "--lr-warmup-iters", "0")) == 0
+    assert "validation split has no documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dry_run_of_every_recipe(corpus, capsys, recipe):
+    assert run(*flags(corpus, *RECIPES[recipe], "--dry-run")) == 0
+    out = capsys.readouterr().out
+    assert "layers.1.mlp.fc2" in out
+    assert "lm_head" in out
+
+
+def test_text_is_there():
+    assert TEXT.stat().st_size > 1_000_000
