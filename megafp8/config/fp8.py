@@ -80,6 +80,15 @@ class FP8Config:
     fp8_grad_tile: str | None = flag(
         None, "Scale tile of output gradients.", choices=("1d", "2d"), shown_default="the recipe's"
     )
+    fp8_input_format: str | None = flag(
+        None, "Number format of inputs.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
+    fp8_weight_format: str | None = flag(
+        None, "Number format of weights.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
+    fp8_grad_format: str | None = flag(
+        None, "Number format of output gradients.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
+    )
     fp8_gemm_backend: str = flag(
         "auto",
         "Which FP8 GEMMs run: auto picks by device and measured speed, reference is plain PyTorch.",

@@ -56,6 +56,11 @@ CASES = {
     f"{FP8} --fp8-recipe mxfp8 --fp8-amax-epsilon 1e-3": ["--fp8-amax-epsilon 0.001", "mxfp8", "leave it out"],
     f"{FP8} --fp8-input-tile 2d": ["--fp8-input-tile 2d", "--fp8-weight-tile 2d", "1d"],
     f"{FP8} --fp8-weight-tile 1d --fp8-input-tile 2d --fp8-grad-tile 2d": ["--fp8-input-tile 2d", "--fp8-grad-tile 2d"],
+    f"{FP8} --fp8-recipe mxfp8 --fp8-grad-format e5m2": ["--fp8-grad-format e5m2", "mxfp8", "e4m3 only"],
+    f"{FP8} --fp8-input-format e5m2 --fp8-weight-format e5m2": [
+        *("--fp8-input-format e5m2", "--fp8-weight-format e5m2", "e4m3"),
+    ],
+    "--bf16 --fp8-format hybrid --fp8-input-format e5m2": ["--fp8-input-format e5m2", "--fp8-grad-format e5m2"],
     f"{FP8} --num-layers-at-start-in-bf16 1": ["--num-layers-at-start-in-bf16 1", "needs --first-last-layers-bf16"],
     f"{FP8} --first-last-layers-bf16 --num-layers-at-end-in-bf16 2": [
         *("--num-layers-at-start-in-bf16 1", "--num-layers-at-end-in-bf16 2", "--num-layers 2"),

@@ -25,7 +25,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     fp8.fp8_on,
     fp8.fp8_recipe,
     fp8.fp8_axes,
-    fp8.fp8_tiles,
+    fp8.fp8_pairs,
     fp8.fp8_coverage,
     fp8.fp8_backend,
     training.layout,

@@ -48,18 +48,25 @@ def fp8_axes(c: Config) -> str | None:
         return f"--[no-]fp8-power-of-two-scales: scales of {recipe} are always powers of two; leave it out"
     if c.is_given("fp8_amax_epsilon") and not traits.power_of_two:
         return f"--fp8-amax-epsilon {c.fp8.fp8_amax_epsilon}: {recipe} has no epsilon; leave it out"
+    for name in ("fp8_input_format", "fp8_weight_format", "fp8_grad_format"):
+        if c.value(name) == "e5m2" and not traits.hybrid:
+            return f"{flag_of(name)} e5m2: {recipe} takes e4m3 only; leave it out"
     return None
 
 
-def fp8_tiles(c: Config) -> str | None:
-    """No GEMM multiplies two operands that both have square tiles."""
-    if not c.fp8.enabled or not RECIPES[c.fp8.fp8_recipe].tiled:
+def fp8_pairs(c: Config) -> str | None:
+    """What meets in a GEMM: none multiplies two operands with square tiles, none two in e5m2."""
+    if not c.fp8.enabled:
         return None
     tiles = {"input": c.fp8.fp8_input_tile or "1d", "weight": c.fp8.fp8_weight_tile or "2d"}
     tiles["grad"] = c.fp8.fp8_grad_tile or "1d"
+    formats = {"input": c.fp8.fp8_input_format, "weight": c.fp8.fp8_weight_format}
+    formats["grad"] = c.fp8.fp8_grad_format or ("e5m2" if c.fp8.fp8_format == "hybrid" else "e4m3")
     for a, b in (("input", "weight"), ("grad", "weight"), ("input", "grad")):
-        if tiles[a] == tiles[b] == "2d":
+        if tiles[a] == tiles[b] == "2d" and RECIPES[c.fp8.fp8_recipe].tiled:
             return f"--fp8-{a}-tile 2d meets --fp8-{b}-tile 2d in a GEMM; make one of them 1d"
+        if formats[a] == formats[b] == "e5m2":
+            return f"--fp8-{a}-format e5m2 meets --fp8-{b}-format e5m2 in a GEMM; make one of them e4m3"
     return None
 
 
