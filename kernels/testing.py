@@ -1,0 +1,149 @@
+"""What tests of kernels need on machines without a GPU: compiling launches ahead of time, and a corrected interpreter.
+
+`captured_launches` records what host functions would launch on CPU tensors; `compile_launch` compiles such a launch
+for a GPU that need not be there, `resources` reads registers, spills and instructions from the result.
+`fix_interpreter` mends Triton's interpreter (`TRITON_INTERPRET=1`), which casts to FP8 and BF16 wrongly without an
+error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024  # bytes one program may use on Hopper
+
+
+def interpreting() -> bool:
+    """Whether kernels of this process run in Triton's interpreter."""
+    return triton.knobs.runtime.interpret
+
+
+def test_device() -> torch.device | None:
+    """Where kernels can run: a GPU, the CPU under the interpreter, or nowhere (None)."""
+    if interpreting():
+        return torch.device("cpu")
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+test_device.__test__ = False  # not a test, whatever its name
+
+
+class Launch(NamedTuple):
+    """One kernel launch: the jitted function, its arguments, and the grid."""
+
+    kernel: JITFunction
+    args: tuple
+    kwargs: dict[str, Any]
+    grid: tuple[int, ...]
+
+
+@contextmanager
+def captured_launches() -> Iterator[list[Launch]]:
+    """Inside, launches are recorded instead of run. Tensors may be on the CPU; results hold garbage."""
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.append(Launch(kernel, args, kwargs, grid))
+
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> triton.compiler.CompiledKernel:
+    """Compiles what `launch` would run on `target`, specialized to its arguments as at run time, ptxas included."""
+    backend = make_backend(target)
+    kernel, kwargs = launch.kernel, {**launch.kwargs, "debug": False, "instrumentation_mode": ""}
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = binder(*launch.args, **kwargs)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constexprs, attrs)
+    return triton.compile(source, target=target, options=options.__dict__)
+
+
+class Resources(NamedTuple):
+    """registers a thread; local loads and stores (spills); shared memory in bytes; instructions by SASS name."""
+
+    registers: int
+    spills: int
+    shared: int
+    instructions: Counter
+
+
+def resources(compiled: triton.compiler.CompiledKernel) -> Resources:
+    """Reads a compiled kernel's machine code with the disassembler that Triton ships."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(compiled.asm["cubin"])
+    try:
+        command = [str(tools / "cuobjdump"), "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True)
+    finally:
+        os.unlink(file.name)
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", text.stdout)
+    counts = Counter(names)
+    spills = sum(count for name, count in counts.items() if name.startswith(("LDL", "STL")))
+    registers = int(re.search(r"REG:(\d+)", text.stdout + text.stderr).group(1))
+    return Resources(registers, spills, compiled.metadata.shared, counts)
+
+
+def fix_interpreter() -> None:
+    """Makes the interpreter of this process convert floats as the GPU does, through `ml_dtypes`.
+
+    FP32 to FP8 saturates and turns NaN into 0x7F, as `cvt.rn.satfinite` does; BF16 rounds to nearest even; the maximum
+    of NaN and a number is the number.
+    """
+    import ml_dtypes
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    numpy_types = {
+        tl.bfloat16: ml_dtypes.bfloat16,
+        tl.float8e4nv: ml_dtypes.float8_e4m3fn,
+        tl.float8e5: ml_dtypes.float8_e5m2,
+        tl.float16: np.float16,
+        tl.float32: np.float32,
+        tl.float64: np.float64,
+    }
+    largest = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+
+    def convert(data, source, target, rounding_mode):
+        values = np.ascontiguousarray(data).view(numpy_types[source]).astype(np.float32)
+        if target in largest:
+            with np.errstate(invalid="ignore"):
+                values = np.clip(values, -largest[target], largest[target])
+        out = values.astype(numpy_types[target])
+        bits = out.view(f"u{out.dtype.itemsize}")
+        if target in largest:
+            bits = np.where(np.isnan(values), np.uint8(0x7F), bits)
+        return bits.reshape(data.shape)
+
+    def fused_multiply_add(self, x, y, z):
+        with np.errstate(invalid="ignore", over="ignore"):
+            return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+
+    def maximum_of_numbers(self, x, y):
+        return interpreter.TensorHandle(np.fmax(x.data, y.data), x.dtype.scalar)
+
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_maxnumf = maximum_of_numbers
+    interpreter.InterpreterBuilder.create_fma = fused_multiply_add
