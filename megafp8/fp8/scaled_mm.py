@@ -33,16 +33,16 @@ def refuses(a: QuantizedStorage, b: QuantizedStorage) -> str | None:
 
 def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """`A [M, K] @ B [N, K].T + bias`, FP32 accumulation, `[M, N]` of `out_dtype`."""
-    (m, _), n = a.data.shape, b.data.shape[0]
+    m, n = a.data.shape[0], b.data.shape[0]
     a, b = _padded(a), _padded(b)
     in_epilogue = bias is not None and a.tile.kind == "tensor" and out_dtype == bias.dtype == torch.bfloat16
-    in_epilogue = in_epilogue and n % _ALIGN == 0
+    in_epilogue = in_epilogue and n == b.data.shape[0]
     y = F.scaled_mm(
         a.data,
         b.data.t(),
         _scale_argument(a),
         _RECIPES[a.tile.kind],
-        _scale_argument(b).t() if b.tile.kind != "tensor" else _scale_argument(b),
+        _scale_argument(b),
         _RECIPES[b.tile.kind],
         bias=bias if in_epilogue else None,
         output_dtype=out_dtype,
@@ -51,10 +51,11 @@ def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dt
 
 
 def _padded(s: QuantizedStorage) -> QuantizedStorage:
-    """The operand with zeros up to multiples of 16 (tiles: of 128 along K); padding adds exactly 0."""
+    """The operand with zeros up to multiples of 16, of 128 where a tile ends; padding adds exactly 0."""
     rows, cols = s.data.shape
-    step = _ALIGN if s.tile.kind == "tensor" else s.tile.block
-    pad_rows, pad_cols = -rows % _ALIGN, -cols % step
+    row_step = s.tile.block if s.tile.kind == "2d" else _ALIGN
+    col_step = _ALIGN if s.tile.kind == "tensor" else s.tile.block
+    pad_rows, pad_cols = -rows % row_step, -cols % col_step
     if not pad_rows and not pad_cols:
         return s
     data = F.pad(s.data.view(torch.uint8), (0, pad_cols, 0, pad_rows)).view(s.data.dtype)
@@ -65,9 +66,8 @@ def _padded(s: QuantizedStorage) -> QuantizedStorage:
 
 
 def _scale_argument(s: QuantizedStorage) -> Tensor:
-    """scale_inv as `[rows, K blocks]` with the strides that are checked for: K blocks of 2D padded to 4."""
+    """scale_inv as it is checked for: 1D `[rows, K blocks]` M-major, 2D `[K blocks padded to 4, row blocks]` K-major."""
     if s.tile.kind != "2d":
         return s.scale_inv
-    rows = s.scale_inv.shape[0]
-    padded = s.scale_inv.stride(0)
-    return s.scale_inv.as_strided((rows, padded), (padded, 1))
+    rows, padded = s.scale_inv.shape[0], s.scale_inv.stride(0)
+    return s.scale_inv.as_strided((padded, rows), (1, padded))

@@ -1,0 +1,58 @@
+"""Operands as cuBLASLt takes them: PyTorch's meta implementation checks shapes, strides and alignment on any machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.fp8 import get_recipe, scaled_mm
+
+
+def on_meta(storage):
+    """The same operand, laid out alike, without data."""
+
+    def meta(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    return replace(storage, data=meta(storage.data), scale_inv=meta(storage.scale_inv))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("weight_tile", [None, "1d"])
+@pytest.mark.parametrize("shape", [(128, 256, 512), (1, 7, 33), (37, 712, 896), (4092, 712, 130)])
+def test_cases_90_any_shape_is_padded_to_what_is_taken(name, weight_tile, shape):
+    """CASES 90: 1 token, 7 and 4092 rows, 712-wide weights."""
+    recipe = get_recipe(name, weight_tile=weight_tile if name == "blockwise" else None)
+    m, n, k = shape
+    x = recipe.quantizer("input").quantize(torch.zeros(m, k), colwise=True)
+    w = recipe.quantizer("weight").quantize(torch.zeros(n, k), colwise=True)
+    dy = recipe.quantizer("grad_output").quantize(torch.zeros(m, n), colwise=True)
+    products = [
+        (x.rowwise, w.rowwise, torch.bfloat16, (m, n)),
+        (dy.rowwise, w.colwise, torch.bfloat16, (m, k)),
+        (dy.colwise, x.colwise, torch.float32, (n, k)),
+    ]
+    for a, b, dtype, expected in products:
+        y = scaled_mm.matmul(on_meta(a), on_meta(b), None, dtype)
+        assert tuple(y.shape) == expected
+        assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_padding_changes_no_number(name, role):
+    x = torch.randn(37, 200, generator=torch.Generator().manual_seed(0))
+    quantized = get_recipe(name).quantizer(role).quantize(x, colwise=True)
+    for storage in (quantized.rowwise, quantized.colwise):
+        rows, cols = storage.data.shape
+        padded = scaled_mm._padded(storage)
+        values = padded.dequantize()
+        assert torch.equal(values[:rows, :cols], storage.dequantize())
+        assert values.shape[0] % 16 == values.shape[1] % 16 == 0
+        assert not values[rows:].any()
+        assert not values[:, cols:].any()
+
+
+def test_what_is_refused_says_why():
+    e5m2 = get_recipe("blockwise", fp8_format="hybrid").quantizer("grad_output").quantize(torch.zeros(16, 128)).rowwise
+    assert "E5M2" in scaled_mm.refuses(e5m2, e5m2)
