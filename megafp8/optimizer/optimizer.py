@@ -174,7 +174,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reset_from_weights(self) -> None:
-        """Starts afresh from weights that were loaded without optimizer state: masters are the weights, moments zero."""
+        """Starts afresh from weights that were loaded alone: masters are the weights, moments and counts zero."""
         for name, master in self.masters.views.items():
             master.copy_(self.weights.high_precision(name))
         for values in (self.exp_avg, self.exp_avg_sq):

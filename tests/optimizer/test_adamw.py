@@ -55,7 +55,7 @@ def test_100_steps_stay_within_1e_6_of_float64_adamw(weight_decay, betas_eps):
 
 
 def test_decay_is_decoupled_from_the_gradient():
-    """CASES 63: with a zero gradient AdamW shrinks a weight by lr * decay; L2 inside the gradient would move it by lr."""
+    """CASES 63: a zero gradient shrinks a weight by lr * decay; L2 inside the gradient would move it by lr."""
     spec, param = make_param("w", (8, 8), std=1.0)
     optimizer = make_optimizer([(spec, param)])
     before = optimizer.masters.views["w"].clone()

@@ -10,7 +10,11 @@ from tests.optimizer.helpers import make_optimizer, make_param, make_params
 
 ENTRIES = st.lists(
     st.tuples(
-        st.integers(0, 1000), st.sampled_from([torch.bfloat16, torch.float32]), st.booleans(), st.booleans(), st.booleans()
+        st.integers(0, 1000),
+        st.sampled_from([torch.bfloat16, torch.float32]),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
     ),
     min_size=1,
     max_size=20,

@@ -1,0 +1,189 @@
+"""Publishing, interruption, retention, a full disk, memory."""
+
+import errno
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from megafp8.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, tensor_file
+from megafp8.checkpoint import save as save_module
+from megafp8.checkpoint.directory import latest_iteration, saved_iterations
+from megafp8.params import StateItem
+from tests.checkpoint.helpers import assert_equal_items, make_items, poisoned
+
+
+def load(save, step=None):
+    found = find_checkpoint(save, step)
+    wanted = poisoned(make_items())
+    load_checkpoint(found.directory, wanted)
+    return found, wanted
+
+
+def test_latest_is_the_last_one_saved(tmp_path):
+    for iteration in (10, 20):
+        save_checkpoint(tmp_path, iteration, make_items(iteration), {})
+    assert (tmp_path / "latest").read_text() == "iter_0000020\n"
+    found, wanted = load(tmp_path)
+    assert found.iteration == 20
+    assert_equal_items(wanted, make_items(20))
+    assert_equal_items(load(tmp_path, 10)[1], make_items(10))
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_latest_may_be_edited_and_falls_back_when_it_names_nothing(tmp_path):
+    for iteration in (10, 20):
+        save_checkpoint(tmp_path, iteration, make_items(iteration), {})
+    for content, expected in (("iter_0000010", 10), ("iter_0000030", 20), ("../x", 20), ("", 20), ("\xff\xfe", 20)):
+        (tmp_path / "latest").write_text(content)
+        assert latest_iteration(tmp_path) == expected
+    (tmp_path / "latest").unlink()
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_an_unknown_step_lists_what_is_there(tmp_path):
+    save_checkpoint(tmp_path, 10, make_items(), {})
+    with pytest.raises(ValueError, match=r"--ckpt-step 11.*\[10\]"):
+        find_checkpoint(tmp_path, 11)
+
+
+def test_a_directory_without_checkpoints_starts_a_new_run(tmp_path):
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "none") is None
+
+
+def test_a_checkpoint_itself_can_be_named(tmp_path):
+    directory = save_checkpoint(tmp_path, 10, make_items(), {})
+    save_checkpoint(tmp_path, 20, make_items(), {})
+    assert find_checkpoint(directory).iteration == 10
+
+
+def test_an_iteration_saved_again_is_replaced(tmp_path):
+    save_checkpoint(tmp_path, 10, make_items(1), {})
+    save_checkpoint(tmp_path, 10, make_items(2), {})
+    assert_equal_items(load(tmp_path)[1], make_items(2))
+    assert saved_iterations(tmp_path) == [10]
+
+
+@pytest.mark.parametrize(
+    ("interval", "kept"), [(None, [10, 20, 30, 40, 50]), (20, [20, 40, 50]), (100, [50]), (10, [10, 20, 30, 40, 50])]
+)
+def test_retain_interval_keeps_multiples_and_the_newest(tmp_path, interval, kept):
+    for iteration in (10, 20, 30, 40, 50):
+        save_checkpoint(tmp_path, iteration, make_items(), {}, retain_interval=interval)
+    assert saved_iterations(tmp_path) == kept
+
+
+def test_interrupted_work_is_skipped_and_cleaned(tmp_path):
+    directory = save_checkpoint(tmp_path, 10, make_items(10), {})
+    save_checkpoint(tmp_path, 20, make_items(20), {})
+    partial = tmp_path / ".partial-iter_0000030"
+    partial.mkdir()
+    (partial / "model-00000.safetensors").write_bytes(b"half")
+    directory.rename(tmp_path / ".deleted-iter_0000010")
+    (tmp_path / "iter_0000020").rename(tmp_path / ".replaced-iter_0000020")  # killed between two renames
+    assert find_checkpoint(tmp_path).iteration == 20
+    assert partial.exists(), "a load must not disturb a save that may be running"
+    save_checkpoint(tmp_path, 40, make_items(40), {})
+    assert saved_iterations(tmp_path) == [20, 40]
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_ends_the_save_not_the_run(tmp_path, monkeypatch, caplog, code):
+    save_checkpoint(tmp_path, 10, make_items(10), {})
+    blocks = tensor_file._blocks
+
+    def failing(tensor):
+        yield from list(blocks(tensor))[:1]
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tensor_file, "_blocks", failing)
+    assert save_checkpoint(tmp_path, 20, make_items(20), {}) is None
+    assert os.strerror(code) in caplog.text
+    assert "iteration 20" in caplog.text
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    assert find_checkpoint(tmp_path).iteration == 10
+    assert save_checkpoint(tmp_path, 30, make_items(30), {}) is not None
+
+
+def test_a_really_full_disk(tmp_path):
+    """/dev/full refuses every byte: the writer meets the kernel's own error."""
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb", buffering=0) as full:
+        tensor_file.ChecksumWriter(full).write(b"x")
+
+
+def test_what_is_not_json_is_our_own_mistake(tmp_path):
+    with pytest.raises(TypeError):
+        save_checkpoint(tmp_path, 10, make_items(), {"args": object()})
+    assert find_checkpoint(tmp_path) is None
+
+
+SAVER = """
+import sys, torch
+from megafp8.checkpoint import save_checkpoint
+from megafp8.params import StateItem
+save = sys.argv[1]
+print("ready", flush=True)
+for iteration in range(1, 10**6):
+    items = {f"model/{i}": StateItem.whole(torch.full((40_000,), float(iteration))) for i in range(3)}
+    if save_checkpoint(save, (iteration - 1) % 7 + 1, items, {"round": iteration}, retain_interval=3) is None:
+        sys.exit(3)
+    print(iteration, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tmp_path, seed):
+    """Saves also replace iterations and delete old ones. The saver prints only after a save, and does nothing else
+    between two, so every kill falls inside a save or its publishing."""
+    rng = random.Random(seed)
+    announced = 0
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(rng.randint(1, 4)):
+            announced = int(process.stdout.readline())
+        time.sleep(rng.random() * 0.03)
+        process.kill()
+        rest = process.stdout.read().split()
+        process.wait()
+        announced = max([announced, *(int(line) for line in rest)]) if rest else announced
+        found = find_checkpoint(tmp_path)
+        wanted = {f"model/{i}": StateItem.whole(torch.full((40_000,), -77.0)) for i in range(3)}
+        load_checkpoint(found.directory, wanted)
+        (value,) = {float(v) for item in wanted.values() for v in item.tensor.unique()}
+        assert value == found.metadata["round"]
+        assert value >= announced, "a save that had ended was lost"
+        announced = 0
+
+
+def test_memory_and_size_stay_flat_over_saves(tmp_path):
+    """CASES 89."""
+    items = {f"optimizer/{i}": StateItem.whole(torch.randn(250_000)) for i in range(8)}
+    process = psutil.Process()
+    sizes, resident = [], []
+    for iteration in range(1, 13):
+        directory = save_checkpoint(tmp_path, iteration, items, {}, retain_interval=1000)
+        load_checkpoint(directory, items)
+        gc.collect()
+        sizes.append(sum(p.stat().st_size for p in directory.glob("*.safetensors")))
+        resident.append(process.memory_info().rss)
+    assert len(set(sizes)) == 1
+    assert resident[-1] <= resident[2] * 1.02
+
+
+def test_items_need_a_group():
+    with pytest.raises(AssertionError):
+        save_module.group_of("weight")
