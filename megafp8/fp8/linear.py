@@ -161,7 +161,8 @@ class _Linear(torch.autograd.Function):
         dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
         if dx is not None and args.comm is not None:
             dx = args.comm.reduce_grad_input(dx)
-        dw = _deliver(weight, wgrad, args.step) if needs_wgrad else None
+        # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
+        dw = _deliver(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
         return dx, dw, db, None
 
