@@ -115,7 +115,7 @@ class Optimizer:
                 moments and the step count as they are, bit for bit; the learning rate, a function of the
                 consumed samples, moves on.
         """
-        valid = torch.as_tensor(valid_tokens, device=self._device, dtype=torch.float64)
+        valid = self._scalar(valid_tokens)
         divisor = valid.clamp(min=1)
         norm = l2_norm(self.grads.state.views, self._specs) / divisor
         nan = ~torch.isfinite(norm)
@@ -133,6 +133,12 @@ class Optimizer:
             num_zeros=num_zeros(self.grads.state.views, self._specs) if with_num_zeros else None,
             params_norm=self.params_norm() if with_params_norm else None,
         )
+
+    def _scalar(self, value: Tensor | int) -> Tensor:
+        """As FP64 on the device; a number is filled in there, since a copy would wait for the device."""
+        if isinstance(value, Tensor):
+            return value.to(self._device, torch.float64)
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
     def params_norm(self) -> Tensor:
         """FP64 scalar: L2 norm of the masters."""

@@ -141,6 +141,8 @@ def build_schedule(config: Config) -> Schedule:
         wsd = o.lr_wsd_decay_samples
     if o.lr_warmup_fraction is not None:
         warmup = o.lr_warmup_fraction * decay
+    start_wd = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
+    end_wd = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
     return Schedule(
         max_lr=o.lr,
         min_lr=o.min_lr,
@@ -150,9 +152,10 @@ def build_schedule(config: Config) -> Schedule:
         decay_style=o.lr_decay_style,
         wsd_decay_steps=wsd,
         wsd_decay_style=o.lr_wsd_decay_style,
-        start_wd=o.weight_decay,
-        end_wd=o.weight_decay,
+        start_wd=start_wd,
+        end_wd=end_wd,
         wd_incr_steps=length,
+        wd_incr_style=o.weight_decay_incr_style,
         decoupled_max_lr=o.decoupled_lr,
         decoupled_min_lr=o.decoupled_min_lr,
     )

@@ -103,6 +103,14 @@ def test_weight_decay_grows(style, quarter):
     assert schedule.weight_decay(40) == schedule.weight_decay(1000) == pytest.approx(0.5)
 
 
+def test_weight_decay_flags():
+    assert build_schedule(config(weight_decay=0.3)).weight_decay(5) == 0.3
+    grows = build_schedule(
+        config(start_weight_decay=0.1, end_weight_decay=0.2, weight_decay_incr_style="linear", train_iters=10)
+    )
+    assert [grows.weight_decay(i * BATCH) for i in (0, 5, 10, 11)] == pytest.approx([0.1, 0.15, 0.2, 0.2])
+
+
 def test_a_resume_continues_the_uninterrupted_list():
     """CASES 16: save at step 7 of 20; the schedule comes back from JSON and depends on the samples alone."""
     schedule = build_schedule(config(lr_decay_style="cosine", lr_warmup_iters=3))
@@ -142,6 +150,7 @@ def test_resume_may_change_what_has_no_effect():
         ({"lr_warmup_iters": 20}, "--lr-warmup"),
         ({"min_lr": 1e-3}, "--min-lr"),
         ({"lr_decay_style": "WSD"}, "--lr-wsd-decay-iters"),
+        ({"end_weight_decay": 0.1}, "--weight-decay-incr-style"),
     ],
 )
 def test_contradicting_flags_are_named(values, flags):
