@@ -47,7 +47,6 @@ class BuildContext:
     """
 
     model: ModelConfig
-    vocab_size: int
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     parallel: ParallelContext = field(default_factory=ParallelContext)
@@ -59,6 +58,11 @@ class BuildContext:
     @property
     def tp(self) -> Axis:
         return self.parallel.tp
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in use, the logical vocabulary."""
+        return self.model.unpadded_vocab_size
 
     @property
     def sequence_parallel(self) -> bool:

@@ -21,6 +21,7 @@ LLAMA = ModelConfig(
     num_query_groups=2,
     max_position_embeddings=64,
     position_embedding_type="rope",
+    unpadded_vocab_size=VOCAB,
     padded_vocab_size=128,
     normalization="RMSNorm",
     swiglu=True,
@@ -57,7 +58,7 @@ FAMILIES = {"llama": LLAMA, "gpt2": GPT2, "exotic": EXOTIC}
 
 def make_model(config: ModelConfig = LLAMA, *, seed: int = 1, random: bool = False, **build) -> GPTModel:
     """A model with initial values, or with `random` ones everywhere (norms near one, biases not zero)."""
-    model = GPTModel(BuildContext(config, **{"vocab_size": VOCAB, **build}))
+    model = GPTModel(BuildContext(config, **build))
     initialize(model, seed)
     if random:
         randomize(model, seed)

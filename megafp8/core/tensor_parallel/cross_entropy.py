@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp, all_reduce
 
 from megafp8.parallel import Axis
 
@@ -33,12 +32,6 @@ def _chunks(tokens: int, width: int) -> Iterator[slice]:
 def _shifted(logits: Tensor, top: Tensor) -> Tensor:
     """logits - top, a new FP32 tensor (`logits.float()` would be the caller's own when they are FP32)."""
     return torch.sub(logits, top[:, None])
-
-
-def _reduced(x: Tensor, op: ReduceOp, tp: Axis) -> Tensor:
-    if tp.size > 1:
-        all_reduce(x, op, group=tp.group)
-    return x
 
 
 def _local_targets(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -58,12 +51,12 @@ class _CrossEntropy(torch.autograd.Function):
         picked = torch.zeros_like(top)
         if columns:
             picked = logits.gather(1, target[:, None])[:, 0].float().sub_(top).masked_fill_(~here, 0.0)
-        losses = (1 - smoothing) * (log_sum - _reduced(picked, ReduceOp.SUM, tp))
+        losses = (1 - smoothing) * (log_sum - tp.sum_(picked))
         if smoothing:
             total = torch.empty_like(top)
             for rows in _chunks(*logits.shape):
                 total[rows] = _shifted(logits[rows, :columns], top[rows]).sum(1)
-            losses += smoothing * (log_sum - _reduced(total, ReduceOp.SUM, tp) / vocab_size)
+            losses += smoothing * (log_sum - tp.sum_(total) / vocab_size)
         ctx.save_for_backward(logits, target, here, top, log_sum)
         ctx.columns, ctx.vocab_size, ctx.smoothing = columns, vocab_size, smoothing
         return losses
@@ -91,11 +84,11 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
     top = torch.full((logits.shape[0],), -torch.inf, device=logits.device)
     if columns:
         top = logits[:, :columns].amax(1).float()
-    _reduced(top, ReduceOp.MAX, tp)
+    tp.max_(top)
     total = torch.zeros_like(top)
     for rows in _chunks(*logits.shape) if columns else ():
         total[rows] = _shifted(logits[rows, :columns], top[rows]).exp_().sum(1)
-    return top, _reduced(total, ReduceOp.SUM, tp).log_()
+    return top, tp.sum_(total).log_()
 
 
 def vocab_parallel_cross_entropy(

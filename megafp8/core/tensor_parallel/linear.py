@@ -27,6 +27,7 @@ class ColumnParallelLinear(Linear):
         *,
         bias: bool,
         init_std: float,
+        requantize_input: bool = False,
         build: BuildContext,
     ) -> None:
         weight = column_weight(f"{name}.weight", out_shape, in_features, init_std, build.tp)
@@ -39,6 +40,9 @@ class ColumnParallelLinear(Linear):
             bias_spec=column_bias(f"{name}.bias", out_shape, build.tp) if bias else None,
             params_dtype=build.dtype,
             device=build.device,
+            name=name,
+            requantize_input=requantize_input,
+            gemm_backend=build.gemm_backend,
         )
 
 
@@ -46,7 +50,15 @@ class RowParallelLinear(Linear):
     """y = x W^T + b, input features cut; the bias is added once, to the sum over the ranks."""
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, init_std: float, build: BuildContext
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        init_std: float,
+        requantize_input: bool = False,
+        build: BuildContext,
     ) -> None:
         weight = row_weight(f"{name}.weight", out_features, in_features, init_std, build.tp)
         sharded = build.sequence_parallel
@@ -59,6 +71,9 @@ class RowParallelLinear(Linear):
             bias_spec=replicated(f"{name}.bias", (out_features,), ZEROS, gradient_is_part=sharded) if bias else None,
             params_dtype=build.dtype,
             device=build.device,
+            name=name,
+            requantize_input=requantize_input,
+            gemm_backend=build.gemm_backend,
         )
 
 

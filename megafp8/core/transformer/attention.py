@@ -34,6 +34,7 @@ class SelfAttention(nn.Module):
             (rows,),
             bias=model.add_bias_linear or model.add_qkv_bias,
             init_std=model.init_method_std,
+            requantize_input="layernorm" in build.recompute.modules,
             build=build,
         )
         self.q_norm = head_norm(f"{name}.q_norm", build) if model.qk_layernorm else None
@@ -45,6 +46,8 @@ class SelfAttention(nn.Module):
             model.hidden_size,
             bias=model.add_bias_linear,
             init_std=build.output_std,
+            # Core attention keeps its output for its own backward, unless that is computed again.
+            requantize_input=not self.recompute_core,
             build=build,
         )
 

@@ -17,10 +17,14 @@ class TransformerBlock(nn.ModuleList):
     """The layers with the given global numbers, in order."""
 
     def __init__(self, numbers: Iterable[int], build: BuildContext) -> None:
-        super().__init__(TransformerLayer(f"layers.{i}", build) for i in numbers)
+        numbers = list(numbers)
         plan = build.recompute
-        self.unit = plan.unit
-        self.recomputed = 0 if not plan.unit else min(len(self), plan.layers or len(self))
+        recomputed = min(len(numbers), plan.layers or len(numbers)) if plan.unit else 0
+        super().__init__(
+            TransformerLayer(f"layers.{number}", build, recomputed=place < recomputed)
+            for place, number in enumerate(numbers)
+        )
+        self.unit, self.recomputed = plan.unit, recomputed
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
@@ -9,27 +11,41 @@ from megafp8.core.tensor_parallel.random import dropout
 from megafp8.core.transformer.attention import SelfAttention
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.mlp import MLP
-from megafp8.core.transformer.norm import hidden_norm
-from megafp8.core.transformer.recompute import recomputed
+from megafp8.core.transformer.norm import Norm, hidden_norm
+from megafp8.core.transformer.recompute import recomputed, remade
 from megafp8.step import StepContext
 
 
 class TransformerLayer(nn.Module):
-    """name: global name with the global layer number from 0, e.g. "layers.3"."""
+    """name: global name with the global layer number from 0, e.g. "layers.3".
 
-    def __init__(self, name: str, build: BuildContext) -> None:
+    recomputed: the whole layer runs inside a part that backward computes again.
+    """
+
+    def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
         super().__init__()
         self.name, self.dropout = name, build.model.hidden_dropout
         self.recompute_mlp = "mlp" in build.recompute.modules
+        self.recompute_norms = "layernorm" in build.recompute.modules and not recomputed
         self.input_norm = hidden_norm(f"{name}.input_norm", build)
         self.attention = SelfAttention(f"{name}.attention", build)
         self.mlp_norm = hidden_norm(f"{name}.mlp_norm", build)
-        self.mlp = MLP(f"{name}.mlp", build)
+        self.mlp = MLP(f"{name}.mlp", build, recomputed=recomputed or self.recompute_mlp)
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
-        y = self.attention(self.input_norm(x), sequences, step)
+        y = self._after(self.input_norm, x, lambda h: self.attention(h, sequences, step))
         x = x + dropout(y, self.dropout, step, f"{self.name}.attention")
-        h = self.mlp_norm(x)
-        y = recomputed(self.mlp, step, h) if self.recompute_mlp else self.mlp(h, step)
+        y = recomputed(self._mlp, step, x) if self.recompute_mlp else self._mlp(x, step)
         return x + dropout(y, self.dropout, step, f"{self.name}.mlp")
+
+    def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
+        return self._after(self.mlp_norm, x, lambda h: self.mlp(h, step))
+
+    def _after(self, norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """`part(norm(x))`, where backward makes the norm's output anew if so asked."""
+        h = norm(x)
+        if not self.recompute_norms:
+            return part(h)
+        with remade(h, lambda: norm.compute(x)):
+            return part(h)

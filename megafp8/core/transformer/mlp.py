@@ -1,4 +1,7 @@
-"""The MLP: fc1 -> activation -> fc2. With SwiGLU, fc1's output is [gate; up]."""
+"""The MLP: fc1 -> activation -> fc2. With SwiGLU, fc1's output is [gate; up].
+
+Backward keeps fc1's output only: an FP8 fc2 quantizes its input again, which is remade from it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,18 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.activation import activation_of
+from megafp8.core.transformer.recompute import remade
 from megafp8.step import StepContext
 
 
 class MLP(nn.Module):
-    """name: global name, e.g. "layers.3.mlp"."""
+    """name: global name, e.g. "layers.3.mlp". recomputed: runs inside a part that backward computes again."""
 
-    def __init__(self, name: str, build: BuildContext) -> None:
+    def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
         super().__init__()
         model = build.model
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        self.recomputed = recomputed
         self.activation = activation_of(model)
         self.fc1 = ColumnParallelLinear(
             f"{name}.fc1",
@@ -24,12 +29,25 @@ class MLP(nn.Module):
             (2, ffn) if self.activation.gated else (ffn,),
             bias=model.add_bias_linear,
             init_std=model.init_method_std,
+            requantize_input="layernorm" in build.recompute.modules,
             build=build,
         )
         self.fc2 = RowParallelLinear(
-            f"{name}.fc2", ffn, hidden, bias=model.add_bias_linear, init_std=build.output_std, build=build
+            f"{name}.fc2",
+            ffn,
+            hidden,
+            bias=model.add_bias_linear,
+            init_std=build.output_std,
+            requantize_input=True,
+            build=build,
         )
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
-        return self.fc2(self.activation(self.fc1(x, step)), step)
+        inner = self.fc1(x, step)
+        y = self.activation(inner)
+        if self.recomputed or not self.fc2.input_spec().requantizes:
+            return self.fc2(y, step)
+        inner = inner.detach()
+        with remade(y, lambda: self.activation.compute(inner)):
+            return self.fc2(y, step)

@@ -45,6 +45,11 @@ class Norm(nn.Module):
         self.weight = parameter("weight", ZEROS if zero_centered else ONES)
         self.bias = parameter("bias", ZEROS) if kind == "LayerNorm" else None
 
+    def compute(self, x: Tensor) -> Tensor:
+        """The norm without autograd: the same bits as `forward`."""
+        with torch.no_grad():
+            return self(x)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] in the parameters' dtype; returns the same shape and dtype."""
         if self.zero_centered:  # `w + 1` must not round to BF16

@@ -1,12 +1,14 @@
-"""Activation recomputation: run a part again in backward instead of keeping what it saved.
+"""Activation recomputation: compute again in backward what would otherwise be kept.
 
-The second pass gets `step.recompute()`: it draws the same random numbers (they are functions of the step, not of a
-generator's state) and records no statistics.
+`recomputed` runs a whole part again; `remade` replaces one tensor that a consumer would keep, where running its
+producer alone is enough. Both give the bits of the first time: random numbers are functions of the step, not of a
+generator's state. The second pass of a part gets `step.recompute()`, so that it records no statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -25,3 +27,18 @@ def recomputed(part: Callable[..., Tensor], step: StepContext, *inputs: Tensor) 
         return part(*inputs, next(passes, step.recompute()))
 
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def remade(output: Tensor, remake: Callable[[], Tensor]) -> Iterator[None]:
+    """Inside, whoever saves `output` for backward keeps `remake` instead, which must give the same values.
+
+    Not inside a part that is `recomputed`: what `remake` holds would be kept on top.
+    """
+    address, size = output.data_ptr(), output.numel()  # not `output`: the graph would keep it with `pack`
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        return None if (tensor.data_ptr(), tensor.numel()) == (address, size) else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: remake() if kept is None else kept):
+        yield

@@ -10,7 +10,7 @@ from tests.core.helpers import LLAMA, VOCAB, Sink
 
 
 def make(dtype):
-    module = VocabParallelEmbedding("embedding.word_embeddings", BuildContext(LLAMA, VOCAB, dtype=dtype))
+    module = VocabParallelEmbedding("embedding.word_embeddings", BuildContext(LLAMA, dtype=dtype))
     torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
     return module
 

@@ -99,7 +99,7 @@ def test_tensor_parallel_parts_are_slices_of_the_whole(size):
     m = replace(LLAMA, padded_vocab_size=128 * size)
 
     def linears(rank, size):
-        build = BuildContext(m, VOCAB, parallel=ParallelContext(tp=Axis(size, rank)))
+        build = BuildContext(m, parallel=ParallelContext(tp=Axis(size, rank)))
         return (
             ColumnParallelLinear("fc1", 32, (2, 48), bias=True, init_std=0.02, build=build),
             ColumnParallelLinear("qkv", 32, (64,), bias=True, init_std=0.02, build=build),
@@ -129,7 +129,7 @@ def test_replicated_parameters():
     heads; on one rank nothing is to be summed."""
     for size, summed in ((1, frozenset()), (2, frozenset({"tp"}))):
         parallel = ParallelContext(tp=Axis(size, 0), sequence_parallel=True)
-        build = BuildContext(LLAMA, VOCAB, parallel=parallel)
+        build = BuildContext(LLAMA, parallel=parallel)
         bias = RowParallelLinear("fc2", 48, 32, bias=True, init_std=0.01, build=build).bias
         for spec in (hidden_norm("n", build).weight.spec, head_norm("q", build).weight.spec, bias.spec):
             assert spec.replicated_over == {"tp"}
