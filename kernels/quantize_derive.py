@@ -37,14 +37,15 @@ def decode_scale(scale):
 
 
 @triton.jit
-def load_quantized_tile(ptr, scale_ptr, scale_ld, rows, m_end, cols, k0, K, stride_m, B: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m_end, cols, k0, K, stride_m,
+                        stride_k, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rowwise bytes dequantized to FP32 (exact under power-of-two scales)."""
     G: tl.constexpr = BLOCK_K // B
     mask = (rows[:, None] < m_end) & (cols[None, :] < K)
-    q = tl.load(ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    ptrs = ptr + rows[:, None] * stride_m + cols[None, :] * stride_k
+    q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     g = k0 // B + tl.arange(0, G)
-    scale = tl.load(scale_ptr + g[None, :] * scale_ld + rows[:, None],
+    scale = tl.load(scale_ptr + rows[:, None] * scale_stride_m + g[None, :] * scale_stride_k,
                     mask=(rows[:, None] < m_end) & (g[None, :] < tl.cdiv(K, B)), other=0)
     x = tl.reshape(q, (BLOCK_M, G, B)) * decode_scale(scale)[:, :, None]
     return nonfinite_to_nan(tl.reshape(x, (BLOCK_M, BLOCK_K)))
@@ -69,9 +70,9 @@ def find_expert(offsets_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, experts, M, K,
-                   stride_m, stride_k, x_scale_ld, row_scale_ld, col_scale_ld, epsilon, FMAX: tl.constexpr,
-                   B: tl.constexpr, SCALE: tl.constexpr, EXPERTS: tl.constexpr, ALIGNMENT: tl.constexpr,
-                   BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr):
+                   stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
+                   FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, EXPERTS: tl.constexpr,
+                   ALIGNMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr):
     """One register tile; the grid covers as many row tiles as M rows of `experts` experts can need."""
     k0 = (tl.program_id(0) % tl.cdiv(K, BLOCK_K)).to(tl.int64) * BLOCK_K
     tile = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
@@ -86,8 +87,8 @@ def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scal
     rows = tile_rows(m0, BLOCK_M, J)
     cols = k0 + tl.arange(0, BLOCK_K)
     if x_scale_ptr is not None:
-        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_ld, rows, m_end, cols, k0, K, stride_m, B, BLOCK_M,
-                                BLOCK_K)
+        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_stride_m, x_scale_stride_k, rows, m_end, cols, k0, K,
+                                stride_m, stride_k, B, BLOCK_M, BLOCK_K)
     else:
         x = load_tile(x_ptr, rows, cols, m_end, K, stride_m, stride_k, False)
     if row_ptr is not None:
@@ -166,7 +167,7 @@ def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool,
         scale = pointers((x, x_scale))[1] if x_scale is not None else None
         grouped_kernel[(row_tiles * -(-K // config.block_k),)](
             x, scale, *pointers(row), *pointers((data, scale_inv)), offsets, experts, M, K, *x.stride(),
-            scale_ld((x, x_scale)) if x_scale is not None else 0, scale_ld(row), scale_ld((data, scale_inv)),
+            *(x_scale.stride() if x_scale is not None else (0, 0)), scale_ld(row), scale_ld((data, scale_inv)),
             tile_epsilon(spec), EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment,
             BLOCK_M=config.block_m, BLOCK_K=config.block_k, J=config.j, **spec_arguments(spec), **config.options())
     return row, (data, scale_inv)

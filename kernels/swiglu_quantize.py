@@ -88,7 +88,7 @@ def emit_half(d, dtype: tl.constexpr, mask, rows, t0, cols, f0, dx_ptr, row_ptr,
               EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr):
     """One half (gate or up) of d(fc1 output), whose columns in [T, 2f] are `cols`.
 
-    Its tiles are those of the whole [T, 2f] only if f is a multiple of B; otherwise the host asks for dx alone.
+    Its tiles are tiles of the whole [T, 2f] only if f is a multiple of 128; otherwise the host asks for dx alone.
     """
     d = d.to(dtype)
     if dx_ptr is not None:
@@ -186,7 +186,7 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor, spec: Spec, *, rowwise: bool = T
     if dy.shape != (T, F) or dy.dtype != x.dtype or dy.stride(1) != 1:
         raise ValueError(f"swiglu_grad_quantize: dy must be {x.dtype} [{T}, {F}] with contiguous rows, "
                          f"got {dy.dtype} {tuple(dy.shape)} of strides {dy.stride()}")
-    fused = F % spec.tile.block == 0
+    fused = F % BLOCK == 0  # otherwise register tiles of [T, 2f] straddle gate and up
     dx = torch.empty(T, 2 * F, dtype=x.dtype, device=x.device) if high_precision or not fused else None
     row = allocate(T, 2 * F, spec, x.device) if rowwise and fused else None
     col = allocate(2 * F, T, spec, x.device) if colwise and fused else None
@@ -199,7 +199,7 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor, spec: Spec, *, rowwise: bool = T
             x.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col), tile_epsilon(spec),
             tile_epsilon(y_spec or spec), EVEN=config.even(T, F), **config.constants(), **spec_arguments(spec),
             **y_args, **config.options())
-    if not fused:  # tiles of [T, 2f] straddle gate and up
+    if not fused:
         row, col = quantize(dx, spec, rowwise, colwise)
     return SwigluGradQuantized(row, col, y_col, dx if high_precision else None)
 

@@ -1,0 +1,105 @@
+"""Copies made from bytes, and experts' rows, against the reference, byte for byte."""
+
+import pytest
+import torch
+from megafp8.kernels import quantize_derive as kernels
+
+from megafp8.fp8 import reference
+from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
+from tests.gpu.quantize_cases import (
+    DEVICE,
+    INTERPRETING,
+    ONE_D,
+    SPECS,
+    assert_same,
+    expected,
+    holes,
+    needs_device,
+    raw,
+    wide,
+)
+
+pytestmark = needs_device
+
+DERIVABLE = {name: spec for name, spec in ONE_D.items() if spec.scale is not Scale.FP32}
+SHAPES = [(256, 384), (300, 304), (129, 40)] if not INTERPRETING else [(130, 176)]
+COUNTS = [[128, 0, 256, 1], [0, 0, 7], [16, 160, 48, 0, 32], [300], [33, 95, 1, 128, 127, 129]]
+if INTERPRETING:
+    COUNTS = [[130, 0, 7], [16, 32]]
+
+
+def offsets_of(counts, dtype=torch.int64):
+    return torch.tensor([0, *counts], dtype=dtype).cumsum(0).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("spec", DERIVABLE.values(), ids=DERIVABLE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("make", [holes, wide])
+def test_colwise_copy_from_rowwise_bytes(make, shape, spec):
+    (data, scale_inv), _ = expected(make(*shape), spec, colwise=False)
+    want = reference.derive_colwise(data, scale_inv, spec)
+    assert_same(kernels.derive_colwise(data.to(DEVICE), scale_inv.to(DEVICE), spec), want)
+
+
+def test_deriving_under_fp32_scales_is_refused():
+    data, scale_inv = expected(holes(128, 128), SPECS["blockwise_fp32"], colwise=False)[0]
+    with pytest.raises(ValueError, match="power-of-two"):
+        kernels.derive_colwise(data.to(DEVICE), scale_inv.to(DEVICE), SPECS["blockwise_fp32"])
+
+
+@pytest.mark.parametrize("spec", ONE_D.values(), ids=ONE_D)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_experts_tiles_restart_at_their_first_rows(counts, spec):
+    """CASES 56's neighbourhood: counts of 0, of 1 and of no multiple of anything."""
+    x = holes(sum(counts), 72, seed=len(counts))
+    row, col = kernels.quantize_grouped(x.to(DEVICE), offsets_of(counts), spec)
+    want_row, want_col = reference.quantize_grouped(x, counts, spec)
+    tiles = want_col[1].shape[1]
+    assert tiles == sum(-(-count // spec.tile.block) for count in counts) <= col[1].shape[1]
+    assert_same(row, want_row, "rowwise")
+    assert_same((col[0], col[1][:, :tiles]), want_col, "colwise")
+
+
+@pytest.mark.parametrize("counts", [[128, 0, 256, 16], [16, 32]], ids=str)
+def test_experts_aligned_rows(counts):
+    spec, x = SPECS["blockwise"], holes(sum(counts), 128)
+    _, col = kernels.quantize_grouped(x.to(DEVICE), offsets_of(counts, torch.int32), spec, rowwise=False, alignment=16)
+    want = reference.quantize_grouped(x, counts, spec)[1]
+    assert_same((col[0], col[1][:, : want[1].shape[1]]), want)
+
+
+def test_rows_past_the_last_offset_are_left_alone():
+    spec, x = SPECS["blockwise"], holes(130, 64)
+    counts = [50, 30]
+    row, col = kernels.quantize_grouped(x.to(DEVICE), offsets_of(counts), spec)
+    want_row, want_col = reference.quantize_grouped(x[:80], counts, spec)
+    assert_same((row[0][:80], row[1][:80]), want_row)
+    assert_same((col[0][:, :80], col[1][:, :2]), want_col)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_experts_colwise_copies_from_bytes(counts):
+    spec, x = SPECS["blockwise"], holes(sum(counts), 72)
+    (data, scale_inv), _ = expected(x, spec, colwise=False)
+    got = kernels.derive_colwise(data.to(DEVICE), scale_inv.to(DEVICE), spec, offsets_of(counts))
+    want = reference.quantize_grouped(reference.dequantize(data, scale_inv, spec.tile), counts, spec)[1]
+    assert_same((got[0], got[1][:, : want[1].shape[1]]), want)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (1, 1)], ids=str)
+def test_transpose(shape):
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    assert torch.equal(raw(kernels.transpose(data)), data.view(torch.uint8).t().contiguous())
+    assert torch.equal(raw(kernels.transpose(data.t())), data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 128)], ids=str)
+def test_blockwise_rewritten_as_mxfp8(shape, kind):
+    spec = OperandSpec(E4M3, Tile(kind, 128), Scale.POW2)
+    data, scale_inv = expected(wide(*shape), spec, colwise=False)[0]
+    want = reference.blockwise_as_mxfp8(data, scale_inv, spec.tile)
+    got = kernels.blockwise_as_mxfp8(data.to(DEVICE), scale_inv.to(DEVICE), spec.tile)
+    assert_same(got, want)
+    dequantized = reference.dequantize(*(t.cpu() for t in got), Tile("1d", 32))
+    assert torch.equal(dequantized, reference.dequantize(data, scale_inv, spec.tile))
