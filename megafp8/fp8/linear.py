@@ -371,7 +371,7 @@ class Linear(nn.Module):
             dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
         )
         y = _Linear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, args)
-        return y.view(*x.shape[:-1], self.out_features)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _step(self, step: StepContext | None) -> StepContext | None:
         if self.recipe is None or not self.recipe.uses_history or (step is not None and step.scaling is not None):

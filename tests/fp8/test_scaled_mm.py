@@ -1,4 +1,4 @@
-"""Operands as cuBLASLt takes them: PyTorch's meta implementation checks shapes, strides and alignment on any machine."""
+"""Operands as cuBLASLt takes them: PyTorch's meta implementation checks shapes, strides, alignment anywhere."""
 
 from dataclasses import replace
 
