@@ -79,7 +79,6 @@ class BuildContext:
     ) -> BuildContext:
         return BuildContext(
             model=config.model,
-            vocab_size=config.model.unpadded_vocab_size,
             dtype=torch.bfloat16 if config.train.bf16 else torch.float32,
             device=device,
             parallel=parallel,
