@@ -3,24 +3,26 @@
 For the training loop:
 
     tokenizer = build_tokenizer(config.data)
-    counts = SampleCounts(train=..., valid=..., test=...)
-    datasets = build_datasets(config.data, tokenizer, counts, seed=config.train.seed)
+    datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     for note in datasets.notes: ...                     # an empty split, say: for the log
     batches = build_loader(datasets.train, datasets.masks, seq_length=config.data.seq_length,
                            micro_batch_size=..., consumed_samples=..., dp_rank=..., dp_size=...,
-                           num_workers=config.data.num_workers, dataloader_type=..., seed=...)
+                           num_workers=config.data.num_workers)
     for batch in batches: ...                           # a Batch: one micro-batch of this data-parallel rank
 
 A step takes as many micro-batches from `batches` as it accumulates. `datasets.valid` maps the names of validation
-sets to data sets ("valid" when there is one without a name); it is empty, and `datasets.test` None, when there is
-nothing to evaluate. Every process builds everything by itself, no process group needed: indices come from a cache on
-disk that is safe to share. `padded_vocab_size` gives the rows of the embedding.
+sets to data sets ("valid" without `--multiple-validation-sets`); it is empty, and `datasets.test` None, when there is
+nothing to evaluate. An evaluation makes its own loader from `consumed_samples=0`, so that each reads the same samples,
+and ends its worker processes with `close()`.
+
+Every process builds everything by itself, no process group needed: indices come from a cache on disk that is safe to
+share. `padded_vocab_size` gives the rows of the embedding.
 
 Every mistake in flags or files raises ValueError with one line that says how to mend it.
 """
 
 from megafp8.data.batch import Batch, MaskOptions, make_batch
-from megafp8.data.build import Datasets, SampleCounts, build_datasets
+from megafp8.data.build import Datasets, SampleCounts, build_datasets, sample_counts
 from megafp8.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megafp8.data.loader import build_loader
 from megafp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
@@ -28,4 +30,4 @@ from megafp8.data.vocabulary import padded_vocab_size
 
 __all__ = ["TOKENIZER_TYPES", "Batch", "Datasets", "IndexedDataset", "IndexedDatasetBuilder", "MaskOptions",
            "SampleCounts", "Tokenizer", "build_datasets", "build_loader", "build_tokenizer", "make_batch",
-           "padded_vocab_size"]
+           "padded_vocab_size", "sample_counts"]

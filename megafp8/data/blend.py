@@ -7,7 +7,6 @@ a longer run's order starts with a shorter one's.
 import heapq
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,20 +44,6 @@ def parse_blend(flag: str, entries: Sequence[str]) -> BlendSpec:
     if sum(weights) == 0:
         raise ValueError(f"{flag}: all weights are 0; give at least one data set a weight above 0")
     return BlendSpec(flag, entries[1::2], tuple(weights))
-
-
-def parse_named_blends(flag: str, entries: Sequence[str], default_name: str) -> dict[str, BlendSpec]:
-    """`NAME=PREFIX ...` -> one blend a name (prefixes under one name are read in proportion to their size); without
-    names, one blend called `default_name`."""
-    matches = [re.fullmatch(r"([\w.-]+)=(.+)", str(entry).strip()) for entry in entries]
-    if not any(matches):
-        return {default_name: parse_blend(flag, entries)}
-    prefixes: dict[str, list[str]] = {}
-    for entry, match in zip(entries, matches, strict=True):
-        if match is None:
-            raise ValueError(f"{flag}: {entry!r} has no name but others have; give NAME=PREFIX for each, or no names")
-        prefixes.setdefault(match[1], []).append(match[2])
-    return {name: parse_blend(f"{flag} {name}=", values) for name, values in prefixes.items()}
 
 
 def _number(text: str) -> float | None:

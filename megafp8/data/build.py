@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megafp8.data.batch import MaskOptions
-from megafp8.data.blend import BlendedDataset, BlendSpec, blend_order, parse_blend, parse_named_blends
+from megafp8.data.blend import BlendedDataset, BlendSpec, blend_order, parse_blend
 from megafp8.data.cache import cached_arrays, writable_directory
 from megafp8.data.gpt_dataset import Documents, GPTDataset
 from megafp8.data.indexed import IndexedDataset
@@ -139,6 +139,14 @@ class _Builder:
             raise ValueError(f"{spec.flag} {prefix}: the {_SPLIT_NAMES[split]} split can't be used: {error}") from None
 
 
+def sample_counts(config) -> SampleCounts:
+    """Samples that a run of `config` asks of each split: all of training, and one evaluation's, which reads the same
+    samples every time."""
+    train, batch = config.train, config.train.global_batch_size
+    evaluation = train.eval_iters * batch
+    return SampleCounts(train.train_samples or train.train_iters * batch, evaluation, evaluation)
+
+
 def build_datasets(data, tokenizer, counts: SampleCounts, *, seed: int, shuffle_eval: bool = True,
                    drop_last_eval: bool = True) -> Datasets:
     """Open, check, split and blend the data that the flags name.
@@ -187,25 +195,26 @@ def _blend_specs(data) -> tuple[BlendSpec | None, dict[str, BlendSpec], BlendSpe
         return spec, {"valid": spec}, spec, data.split or DEFAULT_SPLIT
     if data.data_path:
         spec = parse_blend("--data-path", data.data_path)
-        valid = _separate_sets(spec, data) if data.multiple_validation_sets else {"valid": spec}
-        return spec, valid, spec, data.split or DEFAULT_SPLIT
+        return spec, {"valid": spec}, spec, data.split or DEFAULT_SPLIT
     if not given:
         raise ValueError("--data-path: no data given; give --data-path PREFIX, or --train-data-path, or --mock-data")
     train = parse_blend("--train-data-path", data.train_data_path) if data.train_data_path else None
-    valid = parse_named_blends("--valid-data-path", data.valid_data_path, "valid") if data.valid_data_path else {}
-    if data.multiple_validation_sets and "valid" in valid:
-        valid = _separate_sets(valid["valid"], data)
+    valid = _validation_specs(data) if data.valid_data_path else {}
     test = parse_blend("--test-data-path", data.test_data_path) if data.test_data_path else None
     return train, valid, test, None
 
 
-def _separate_sets(spec: BlendSpec, data) -> dict[str, BlendSpec]:
-    """`--multiple-validation-sets`: each prefix by itself, under its `--validation-set-names` or its number."""
-    if spec.weights is not None and spec.flag != "--data-path":
-        raise ValueError(f"--multiple-validation-sets: sets evaluated apart have no weights; give {spec.flag} prefixes "
-                         "only")
+def _validation_specs(data) -> dict[str, BlendSpec]:
+    """One blend called "valid", or with `--multiple-validation-sets` each prefix by itself, under its name in
+    `--validation-set-names` or its number."""
+    spec = parse_blend("--valid-data-path", data.valid_data_path)
+    if not data.multiple_validation_sets:
+        return {"valid": spec}
+    if spec.weights is not None:
+        raise ValueError("--multiple-validation-sets: sets evaluated apart have no weights; give --valid-data-path "
+                         "prefixes only")
     names = data.validation_set_names or tuple(str(i) for i in range(len(spec.prefixes)))
-    if len(set(names)) != len(spec.prefixes):
-        raise ValueError(f"--validation-set-names {' '.join(names)}: give a different name to each of the "
-                         f"{len(spec.prefixes)} sets of {spec.flag}")
+    if len(names) != len(spec.prefixes) or len(set(names)) != len(names):
+        raise ValueError(f"--validation-set-names {' '.join(names)}: give each of the {len(spec.prefixes)} sets of "
+                         "--valid-data-path a name of its own")
     return {name: BlendSpec(spec.flag, (prefix,)) for name, prefix in zip(names, spec.prefixes, strict=True)}
