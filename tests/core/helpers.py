@@ -101,7 +101,9 @@ class Sink:
 
     def __init__(self, model: GPTModel) -> None:
         self.names = {id(param): spec.name for spec, param in named_specs(model)}
-        self.buffers = {spec.name: torch.full(param.shape, self.OFFSET) for spec, param in named_specs(model)}
+        self.buffers = {
+            spec.name: torch.full(param.shape, self.OFFSET, device=param.device) for spec, param in named_specs(model)
+        }
         self.calls: list[str] = []
 
     def buffer(self, param: Tensor) -> Tensor:
