@@ -24,6 +24,10 @@ class CheckpointConfig:
     load: str | None = flag(
         None, "Directory of checkpoints to resume from; an empty one starts a new run.", metavar="DIR"
     )
+    ckpt_step: int | None = flag(
+        None, "Iteration of the checkpoint in --load to resume from.", shown_default="the latest"
+    )
+    exit_on_missing_checkpoint: bool = flag(False, "End with an error when --load holds no checkpoint.")
     no_load_optim: bool = flag(False, "Load weights only; the optimizer starts fresh.")
     no_load_rng: bool = flag(False, "Don't load the random states.")
     finetune: bool = flag(False, "Load weights only and start at iteration 0 with fresh optimizer and data.")

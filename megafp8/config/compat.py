@@ -207,9 +207,7 @@ NOT_YET = (
     *not_yet("a batch size of its own for evaluation", "--eval-global-batch-size X"),
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
-    *not_yet("loading a given step", "--ckpt-step X"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
-    *not_yet("stopping when there is no checkpoint", "--exit-on-missing-checkpoint"),
     *not_yet("checksums of checkpoints", "--verify-integrity"),
     *not_yet("reruns of suspicious steps", "--rerun-mode X", harmless=["disabled"]),
     *not_yet("profiling", "--profile", "--profile-step-start X", "--profile-step-end X", "--profile-ranks X..."),
@@ -235,6 +233,7 @@ NOT_YET_FIELDS = (
     NotYetField("tp_comm_overlap", "overlapped tensor-parallel communication", needs_ranks=True),
     NotYetField("use_distributed_optimizer", "the sharded optimizer", needs_ranks=True),
     NotYetField("fp8_param_gather", "FP8 primary weights"),
+    NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("fp8_monitor_interval", "scale statistics", harmless=(0,)),
     NotYetField("async_save", "saving in the background"),
 )

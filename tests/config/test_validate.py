@@ -66,7 +66,7 @@ CASES = {
         *("--num-layers-at-start-in-bf16 1", "--num-layers-at-end-in-bf16 2", "--num-layers 2"),
     ],
     f"{FP8} --keep-modules-in-bf16 ''": ["--keep-modules-in-bf16", "empty"],
-    f"{FP8} --device cpu --fp8-gemm-backend triton": ["--fp8-gemm-backend triton", "--device cpu", "use"],
+    f"{FP8} --device cpu --fp8-gemm-backend cublaslt": ["--fp8-gemm-backend cublaslt", "--device cpu", "use"],
     # batches, length, recomputation
     "--global-batch-size 5": ["--global-batch-size 5", "--micro-batch-size 2", "multiple of 2"],
     "--train-samples 10": ["--train-iters 5", "--train-samples 10", "leave one out"],
