@@ -74,6 +74,7 @@ ACCEPTED = (
     *accepted("NCCL chooses its buffers", "--use-nccl-ub"),
     *accepted("--position-embedding-type decides", "--no-position-embedding"),
     *accepted("it shapes Muon's shards only", "--no-use-layer-wise-param-layout"),
+    *accepted("SIGTERM always saves and ends the run", "--exit-signal-handler"),
     *accepted(
         "there is no loss scaling in BF16 and FP8",
         "--loss-scale X",
@@ -130,6 +131,11 @@ REFUSED = (
     ),
     *refused(_OPTIMIZER_OFFLOAD, "--optimizer-offload-fraction X", harmless=["0", "0.0"]),
     *refused(_MUON, "--muon-momentum X", "--muon-scale-mode X", "--muon-extra-scale-factor X"),
+    *refused(
+        "writes TensorBoard points between log lines; use --log-interval",
+        "--tensorboard-log-interval X",
+        harmless=["1"],
+    ),
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
@@ -235,6 +241,7 @@ NOT_YET_FIELDS = (
     NotYetField("fp8_param_gather", "FP8 primary weights"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("fp8_monitor_interval", "scale statistics", harmless=(0,)),
+    NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
     NotYetField("async_save", "saving in the background"),
 )
 

@@ -19,4 +19,3 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(
         None, "Directory of TensorBoard events.", metavar="DIR", shown_default="--log-dir's"
     )
-    tensorboard_log_interval: int = flag(1, "Iterations between TensorBoard points.")

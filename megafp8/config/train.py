@@ -22,7 +22,6 @@ class TrainConfig:
     skip_train: bool = flag(False, "Load, evaluate, and stop.")
     exit_interval: int | None = flag(None, "Stop at an iteration divisible by this.")
     exit_duration_in_mins: int | None = flag(None, "Save and stop after so many minutes.")
-    exit_signal_handler: bool = flag(False, "Save and stop on SIGTERM.")
     iterations_to_skip: tuple[int, ...] = flag(
         (), "Iterations, counted from 1, whose data is passed over without a step.", nargs="+", metavar="N",
         shown_default="none",

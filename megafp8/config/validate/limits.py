@@ -15,7 +15,7 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval"),
         *("exit_interval", "exit_duration_in_mins", "iterations_to_skip", "recompute_num_layers"),
         *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-        *("save_interval", "save_retain_interval", "log_interval", "tensorboard_log_interval"),
+        *("save_interval", "save_retain_interval", "log_interval"),
         *("fp8_amax_history_len", "rotary_seq_len_interpolation_factor"),
     ),
     0: (
