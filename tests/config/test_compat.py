@@ -9,6 +9,7 @@ import pytest
 from megafp8.config import build_parser, compat, parse_args
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
 from megafp8.config.flags import spec_of, value_type
+from tests.config.scripts import MENDS, SCRIPTS, mended, script, without_not_yet
 
 ASSETS = Path(__file__).parent / "assets"
 FLAGS = [line for line in (ASSETS / "flags.txt").read_text().split("\n") if line.startswith("--")]
@@ -151,49 +152,6 @@ def test_foreign_flags_take_their_values():
 
 # Whole lists of public scripts: what is still missing, and that the rest of the list is a valid configuration.
 
-SCRIPTS = {
-    "llama3_8b_fp8": {"profiling", "FP8 primary weights"},
-    "gpt3_175b": {"tensor parallelism", "pipeline parallelism", "a batch size that grows"},
-    "mixtral_8x7b": {"mixture of experts", "expert parallelism", "pipeline parallelism", "Weights & Biases"},
-    "qwen3_30b_a3b": {"mixture of experts", "tensor parallelism", "expert parallelism", "FP8 primary weights"},
-    "deepseek_v3": {
-        *("mixture of experts", "multi-head latent attention", "multi-token prediction", "YaRN"),
-        *("pipeline parallelism", "expert parallelism", "FP8 primary weights", "Weights & Biases"),
-        "optimizer state below FP32",
-    },
-}
-# Flags that contradict our rules; the message that the user gets, and the mend that the test then makes.
-MENDS = {
-    "llama3_8b_fp8": {"--fp8-amax-history-len 1024": "needs --fp8-recipe delayed"},
-    "gpt3_175b": {"--fp16": "use --bf16"},
-    "mixtral_8x7b": {"--tokenizer-type Llama2Tokenizer": "use SentencePieceTokenizer"},
-    "qwen3_30b_a3b": {},
-    "deepseek_v3": {"--recompute-modules mla_up_proj": "not yet"},
-}
-REPLACE = {
-    "--fp16": "",
-    "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max": "",
-    "Llama2Tokenizer": "SentencePieceTokenizer",
-    "--recompute-modules mla_up_proj mlp moe_act": "--recompute-modules mlp",
-}
-
-
-def script(name: str) -> str:
-    lines = (ASSETS / "scripts" / f"{name}.txt").read_text().splitlines()
-    return " ".join(line for line in lines if not line.startswith("#"))
-
-
-def without_not_yet(text: str) -> list[str]:
-    """The script's flags without those whose feature is still to come."""
-    kept: list[str] = []
-    keep = True
-    for word in text.split():
-        if word.startswith("--"):
-            keep = compat.verdict(word) not in ("not yet", "refused")
-        if keep:
-            kept.append(word)
-    return kept
-
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_carry_known_flags_only(name):
@@ -221,9 +179,7 @@ def test_rest_of_the_script_parses_after_the_mends(name):
             parse_args(broken.split(), env={}, check_files=False)
         assert flags in str(error.value)
         assert mend in str(error.value)
-    text = " ".join(without_not_yet(script(name)))
-    for old, new in REPLACE.items():
-        text = text.replace(old, new)
+    text = mended(name)
     config = parse_args(text.split(), env={}, check_files=False)
     assert config.optimizer.lr > 0
     assert config.parallel.data_parallel_size == 1
