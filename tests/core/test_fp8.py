@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megafp8.core.build import RecomputePlan
+from megafp8.core.tensor_parallel.linear import ColumnParallelLinear
 from megafp8.core.transformer.activation import Activation
 from megafp8.core.transformer.norm import Norm
 from megafp8.fp8 import DelayedScaling, get_recipe
@@ -116,24 +117,36 @@ def test_fp8_gradients_are_near_bf16(recipe):
             assert error < 0.2, (name, error)
 
 
-def live_outputs(model, module_type, step):
-    """How many outputs of modules or functions of a type are still alive after a forward that keeps its graph."""
+def live_outputs(model, module_type, step, keep=lambda module: True):
+    """How many outputs of modules of a type there were, and are alive after a forward that keeps its graph."""
     refs = []
-    original = module_type.__call__ if module_type is Activation else module_type.forward
+    method = "__call__" if module_type is Activation else "forward"
+    original = getattr(module_type, method)
 
-    def spy(self, x):
-        y = original(self, x)
-        refs.append(weakref.ref(y))
+    def spy(self, *args):
+        y = original(self, *args)
+        if keep(self):
+            refs.append(weakref.ref(y))
         return y
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_type, "__call__" if module_type is Activation else "forward", spy)
+        patch.setattr(module_type, method, spy)
         tokens, labels, _ = batch()
         loss = model(tokens, step=step, labels=labels)
     gc.collect()
     alive = sum(ref() is not None for ref in refs)
     assert loss.requires_grad
     return len(refs), alive
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+@pytest.mark.parametrize("plan", ["uniform", "mlp", "all parts"])
+def test_recomputed_parts_keep_nothing_inside(plan, recipe):
+    """Neither the activations nor fc1's outputs, also where norms are remade around them."""
+    recipe_of = Policy(get_recipe(recipe) if recipe else None)
+    model = make_model(SMALL, dtype=torch.bfloat16, recompute=PLANS[plan], recipe_of=recipe_of)
+    assert live_outputs(model, Activation, StepContext()) == (2, 0)
+    assert live_outputs(model, ColumnParallelLinear, StepContext(), keep=lambda m: m.name.endswith("fc1")) == (2, 0)
 
 
 def test_forward_does_not_keep_the_input_of_fc2():

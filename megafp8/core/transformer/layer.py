@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.name, self.dropout = name, build.model.hidden_dropout
         self.recompute_mlp = "mlp" in build.recompute.modules
-        self.recompute_norms = "layernorm" in build.recompute.modules and not recomputed
+        self.remake_norms = "layernorm" in build.recompute.modules and not recomputed
         self.input_norm = hidden_norm(f"{name}.input_norm", build)
         self.attention = SelfAttention(f"{name}.attention", build)
         self.mlp_norm = hidden_norm(f"{name}.mlp_norm", build)
@@ -34,18 +35,18 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
-        y = self._after(self.input_norm, x, lambda h: self.attention(h, sequences, step))
+        y = _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
         x = x + dropout(y, self.dropout, step, f"{self.name}.attention")
         y = recomputed(self._mlp, step, x) if self.recompute_mlp else self._mlp(x, step)
         return x + dropout(y, self.dropout, step, f"{self.name}.mlp")
 
     def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
-        return self._after(self.mlp_norm, x, lambda h: self.mlp(h, step))
+        remake = self.remake_norms and not self.recompute_mlp
+        return _after(self.mlp_norm, x, lambda h: self.mlp(h, step), remake=remake)
 
-    def _after(self, norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """`part(norm(x))`, where backward makes the norm's output anew if so asked."""
-        h = norm(x)
-        if not self.recompute_norms:
-            return part(h)
-        with remade(h, lambda: norm.compute(x)):
-            return part(h)
+
+def _after(norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor], *, remake: bool) -> Tensor:
+    """`part(norm(x))`; remake: backward makes the norm's output anew."""
+    h = norm(x)
+    with remade(h, lambda: norm.compute(x)) if remake else nullcontext():
+        return part(h)

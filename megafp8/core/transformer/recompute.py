@@ -33,7 +33,7 @@ def recomputed(part: Callable[..., Tensor], step: StepContext, *inputs: Tensor) 
 def remade(output: Tensor, remake: Callable[[], Tensor]) -> Iterator[None]:
     """Inside, whoever saves `output` for backward keeps `remake` instead, which must give the same values.
 
-    Not inside a part that is `recomputed`: what `remake` holds would be kept on top.
+    Not inside a part that is `recomputed`: it would keep all that is saved inside, against that part's purpose.
     """
     address, size = output.data_ptr(), output.numel()  # not `output`: the graph would keep it with `pack`
 
