@@ -1,18 +1,58 @@
 """ParallelContext: every parallel axis of the job, passed as an argument, never a global.
 
-An axis is a size, this rank's place on it and its process group (None where the size is 1, so that code for one
-process posts no collective).
+An axis is a size, this rank's place on it and its process group (None where the size is 1). Its collectives do nothing
+at size 1, so the same code serves one process. Ranks are numbered as in Megatron-LM, tensor parallelism fastest:
+
+    attention, norms, ...   rank = tp + TP * (cp + CP * (dp + DP * pp))
+    experts                 rank = etp + ETP * (ep + EP * (edp + EDP * pp))
+
+Both are foldings of the same ranks, independent of each other within a pipeline stage, cut from one `DeviceMesh`.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
 
-from torch.distributed import ProcessGroup
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megafp8.config import Config
+from megafp8.config.parallel import ParallelConfig
+
+_UNREDUCIBLE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+class Pending(Protocol):
+    """A collective on its way: its result may be read after `wait()`."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Pending = _Done()
+"""What a collective over one rank returns."""
 
 
 @dataclass(frozen=True)
 class Axis:
+    """One dimension of the layout. Tensors given to collectives must be contiguous.
+
+    A maximum of NaN is not NaN on every backend, so non-finite values must not be told by `max_`: reduce a 0/1 flag.
+    """
+
     size: int = 1
     rank: int = 0
     group: ProcessGroup | None = None
@@ -26,15 +66,85 @@ class Axis:
         share = n // self.size
         return self.rank * share, (self.rank + 1) * share
 
+    def sum_(self, x: Tensor) -> Tensor:
+        """`x`, overwritten with its sum over the ranks."""
+        self.post_sum_(x).wait()
+        return x
+
+    def max_(self, x: Tensor) -> Tensor:
+        """`x`, overwritten with its maximum over the ranks."""
+        if self.size > 1:
+            _check_reducible(x)
+            dist.all_reduce(x, ReduceOp.MAX, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[n, ...] of each rank as [size * n, ...], in the order of ranks."""
+        out, pending = self.post_gather(x)
+        pending.wait()
+        return out
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """This rank's part [n, ...] of the sum over the ranks of `x` [size * n, ...]."""
+        out, pending = self.post_scatter_sum(x)
+        pending.wait()
+        return out
+
+    def post_sum_(self, x: Tensor) -> Pending:
+        """Starts `sum_`: `x` holds the sum after `wait()`."""
+        if self.size == 1:
+            return DONE
+        _check_reducible(x)
+        return _posted(dist.all_reduce(x, ReduceOp.SUM, group=self.group, async_op=True))
+
+    def post_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Starts `gather`: the result may be read after `wait()`. FP8 travels as bytes."""
+        if self.size == 1:
+            return x, DONE
+        out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return out, _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
+
+    def post_scatter_sum(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Starts `scatter_sum`: the result may be read after `wait()`, and `x` must not change before."""
+        if self.size == 1:
+            return x, DONE
+        _check_reducible(x)
+        assert x.shape[0] % self.size == 0, (tuple(x.shape), self.size)
+        out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return out, _posted(collective(out, x, op=ReduceOp.SUM, group=self.group, async_op=True))
+
+
+def _posted(work: Work | None) -> Pending:
+    return DONE if work is None else work
+
+
+def _check_reducible(x: Tensor) -> None:
+    assert x.dtype not in _UNREDUCIBLE, f"{x.dtype} is bytes of FP8: gather it, never reduce it"
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype in _UNREDUCIBLE else x
+
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """tp: tensor, cp: context, dp: data, pp: pipeline. `rank` and `world_size` are the job's."""
+    """tp: tensor, cp: context, dp: data, pp: pipeline; ep, etp, edp: experts, and tensor and data parallelism of
+    an expert's weights. dp_cp: the ranks whose gradients of a parameter outside the experts are summed.
+
+    `rank` and `world_size` are the job's. `sequence_parallel`: between the linears each tensor-parallel rank holds a
+    part of the tokens; False when there is one rank.
+    """
 
     tp: Axis = field(default_factory=Axis)
     cp: Axis = field(default_factory=Axis)
     dp: Axis = field(default_factory=Axis)
     pp: Axis = field(default_factory=Axis)
+    ep: Axis = field(default_factory=Axis)
+    etp: Axis = field(default_factory=Axis)
+    edp: Axis = field(default_factory=Axis)
+    dp_cp: Axis = field(default_factory=Axis)
     rank: int = 0
     world_size: int = 1
     sequence_parallel: bool = False
@@ -43,3 +153,143 @@ class ParallelContext:
     def is_first(self) -> bool:
         """Whether this rank writes what only one rank writes."""
         return self.rank == 0
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks of the job, in one axis."""
+        return Axis(self.world_size, self.rank, dist.group.WORLD if self.world_size > 1 else None)
+
+    def barrier(self) -> None:
+        """Waits for every rank of the job."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+
+
+def layout_sizes(p: ParallelConfig) -> dict[str, int]:
+    """Size of every axis. Raises ValueError, naming the flags, when they don't multiply to the number of processes."""
+    tp, cp, pp = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or tp
+    if p.world_size % (tp * cp * pp):
+        raise ValueError(
+            f"world size {p.world_size} = tp {tp} x cp {cp} x pp {pp} x dp can't be: it is no multiple of "
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} x --pipeline-model-parallel-size {pp} "
+            f"= {tp * cp * pp}; start a multiple of {tp * cp * pp} processes or lower one of them"
+        )
+    if p.world_size % (ep * etp * pp):
+        raise ValueError(
+            f"world size {p.world_size} = ep {ep} x expert tp {etp} x pp {pp} x expert dp can't be: it is no multiple of "
+            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x --pipeline-model-parallel-size "
+            f"{pp} = {ep * etp * pp}; start a multiple of {ep * etp * pp} processes or lower one of them"
+        )
+    dp, edp = p.world_size // (tp * cp * pp), p.world_size // (ep * etp * pp)
+    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "edp": edp}
+
+
+def build_parallel(config: Config, device: torch.device | str) -> ParallelContext:
+    """Joins the job's other processes (MASTER_ADDR, RANK, ... as torchrun sets them) and makes every group.
+
+    gloo on the CPU; on GPUs `--distributed-backend`, and the process takes GPU number LOCAL_RANK. A default process
+    group that is there already is used. One process joins nothing. Call `close_parallel` when done. Raises ValueError,
+    before any communication, when the sizes don't fit the number of processes.
+    """
+    sizes, device = layout_sizes(config.parallel), torch.device(device)
+    _check_world(config.parallel)
+    if config.parallel.world_size == 1:
+        return ParallelContext()
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = config.parallel.distributed_backend if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)
+    return _context(config.parallel, sizes, device.type, backend, timeout)
+
+
+@contextmanager
+def fake_parallel(config: Config, rank: int = 0, device_type: str = "cpu") -> Iterator[ParallelContext]:
+    """The context of one rank of a job that isn't there: collectives return at once, with any values.
+
+    For studies of one rank's shapes, memory and schedule on one process.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    sizes = layout_sizes(config.parallel)
+    if config.parallel.world_size == 1:
+        yield ParallelContext()
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
+    try:
+        yield _context(config.parallel, sizes, device_type, "fake", None)
+    finally:
+        dist.destroy_process_group()
+
+
+def close_parallel(parallel: ParallelContext) -> None:
+    """Leaves the job: every rank waits for the others, then the groups are gone. Not for the way out of an error."""
+    if parallel.world_size > 1 and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _check_world(p: ParallelConfig) -> None:
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if started != p.world_size:
+        raise ValueError(
+            f"the configuration is for {p.world_size} process(es) and {started} were started (WORLD_SIZE); "
+            f"start {p.world_size}, with torchrun"
+        )
+
+
+def _context(
+    p: ParallelConfig, sizes: dict[str, int], device_type: str, backend: str, timeout: timedelta | None
+) -> ParallelContext:
+    world = init_device_mesh(device_type, (p.world_size,), mesh_dim_names=("world",))
+    dense = _fold(world, DENSE, sizes, backend, timeout)
+    axes = {name: _axis(dense, name) for name in DENSE}
+    if axes["dp"].size > 1 and axes["cp"].size > 1:
+        flat = dense["dp", "cp"]._flatten("dp_cp", backend_override=_group_options(backend, timeout))
+        dp_cp = _axis(flat, "dp_cp")
+    else:
+        dp_cp = axes["dp"] if axes["cp"].size == 1 else axes["cp"]
+    if sizes["ep"] == 1 and sizes["etp"] == sizes["tp"]:  # the same groups: no second set of them
+        axes |= {"ep": Axis(), "etp": axes["tp"], "edp": dp_cp}
+    else:
+        experts = _fold(world, EXPERT, sizes, backend, timeout)
+        axes |= {name: _axis(experts, name) for name in EXPERT if name != "pp"}
+    return ParallelContext(
+        **axes,
+        dp_cp=dp_cp,
+        rank=dist.get_rank(),
+        world_size=p.world_size,
+        sequence_parallel=p.sequence_parallel and sizes["tp"] > 1,
+    )
+
+
+def _fold(
+    world: DeviceMesh, names: tuple[str, ...], sizes: dict[str, int], backend: str, timeout: timedelta | None
+) -> DeviceMesh:
+    """The ranks as a mesh of those axes that have more than one rank."""
+    names = tuple(name for name in names if sizes[name] > 1)
+    shape = tuple(sizes[name] for name in names)
+    assert math.prod(shape) == world.size(), (names, shape)
+    override = {name: _group_options(backend, timeout) for name in names}
+    return world._unflatten(0, shape, names, backend_override=override)
+
+
+def _group_options(backend: str, timeout: timedelta | None):
+    """What a group is made with. Without it, groups other than the world would have the backend's default timeout."""
+    if backend == "fake" or timeout is None:
+        return backend
+    options = dist.ProcessGroupNCCL.Options() if backend == "nccl" else dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    return backend, options
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    if name not in mesh.mesh_dim_names:
+        return Axis()
+    return Axis(mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name), mesh.get_group(name))
