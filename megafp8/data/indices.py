@@ -32,15 +32,16 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     """Disjoint, contiguous ranges of document ids for training, validation and test, which cover all documents.
 
     The borders are Megatron's (cumulated fractions, rounded). Where rounding leaves a split empty that was given a
-    weight, it takes one document from the largest split, as long as that one keeps some.
+    weight, it takes one document from another that keeps some: the training split is the last to be asked.
     """
     fractions = parse_split(split)
     borders = [0] + [int(round(x * num_documents)) for x in np.cumsum(fractions)]
     borders[-1] = num_documents
     sizes = np.diff(borders)
     for i, fraction in enumerate(fractions):
-        if fraction > 0 and sizes[i] == 0 and sizes.max() > 1:
-            sizes[sizes.argmax()] -= 1
+        donors = [j for j in (1, 2, 0) if sizes[j] > 1]
+        if fraction > 0 and sizes[i] == 0 and donors:
+            sizes[donors[0]] -= 1
             sizes[i] = 1
     borders = [0, *np.cumsum(sizes).tolist()]
     return tuple(range(start, stop) for start, stop in zip(borders, borders[1:], strict=False))

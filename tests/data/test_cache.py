@@ -11,7 +11,7 @@ from megafp8.data import SampleCounts, build_datasets, build_tokenizer
 from megafp8.data.cache import cached_arrays
 from tests.data.helpers import data_flags, random_documents, write_dataset
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")  # the others would import torch again
 
 
 def entries(directory):
@@ -75,8 +75,8 @@ def _use_cache(directory, lock_works, start, results):
 @pytest.mark.parametrize("lock_works", [True, False])
 def test_processes_that_start_at_once(tmp_path, lock_works):
     """CASES 69: two jobs at once on one directory never read a partial file, with file locks and without."""
-    results, start = SPAWN.Queue(), SPAWN.Event()
-    jobs = [SPAWN.Process(target=_use_cache, args=(tmp_path, lock_works, start, results)) for _ in range(4)]
+    results, start = FORK.Queue(), FORK.Event()
+    jobs = [FORK.Process(target=_use_cache, args=(tmp_path, lock_works, start, results)) for _ in range(4)]
     for job in jobs:
         job.start()
     start.set()
@@ -100,9 +100,9 @@ def test_two_nodes(tmp_path, shared):
     rng = np.random.default_rng(0)
     prefix = write_dataset(tmp_path / "set", random_documents(rng, 300))
     write_dataset(tmp_path / "set2", random_documents(rng, 100))
-    results, start = SPAWN.Queue(), SPAWN.Event()
+    results, start = FORK.Queue(), FORK.Event()
     caches = [str(tmp_path / ("cache" if shared else f"cache-{rank // 2}")) for rank in range(4)]
-    ranks = [SPAWN.Process(target=_build_on_node, args=(prefix, cache, start, results)) for cache in caches]
+    ranks = [FORK.Process(target=_build_on_node, args=(prefix, cache, start, results)) for cache in caches]
     for rank in ranks:
         rank.start()
     start.set()

@@ -35,6 +35,7 @@ def test_three_documents():
     """CASES 71: with three documents, 90,8,2 gives one to each split."""
     assert split_documents(3, "90,8,2") == (range(1), range(1, 2), range(2, 3))
     assert split_documents(3, "100,0,0") == (range(3), range(3, 3), range(3, 3))
+    assert split_documents(200, "969,30,1") == (range(194), range(194, 199), range(199, 200))  # training keeps its 194
     assert split_documents(1, "90,8,2") == (range(1), range(1, 1), range(1, 1))
 
 
