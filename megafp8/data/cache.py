@@ -86,7 +86,7 @@ def _lock(path: Path):
     """Hold an exclusive lock on `path`, where the file system knows locks; without one the work is done twice."""
     import fcntl
 
-    with open(path, "a") as f:
-        with contextlib.suppress(OSError):
-            fcntl.flock(f, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no locks here, or another user's file
+            fcntl.flock(stack.enter_context(open(path, "a")), fcntl.LOCK_EX)
         yield  # closing the file releases the lock

@@ -59,6 +59,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike):
         self.prefix = str(prefix)
+        self._fingerprint: str | None = None
         for path in (index_path(prefix), token_path(prefix)):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file ({_mend_prefix(self.prefix)})")
@@ -109,11 +110,11 @@ class IndexedDataset:
             raise ValueError(f"{path}: damaged, its sequence pointers don't follow from its sequence lengths")
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or (np.diff(bounds) < 0).any():
             raise ValueError(f"{path}: damaged, its document indices don't cover its {len(lengths)} sequences")
-        if len(bounds) == len(lengths) + 1 and (np.diff(bounds) == 1).all():
-            self.document_lengths, self._document_starts = lengths, starts
+        if len(bounds) == len(lengths) + 1 and (np.diff(bounds) == 1).all():  # usual: nothing to hold in memory
+            self.document_lengths, self._document_pointers = lengths, self.sequence_pointers
         else:
             starts = np.append(starts, self.num_tokens)[bounds]
-            self.document_lengths, self._document_starts = np.diff(starts), starts[:-1]
+            self.document_lengths, self._document_pointers = np.diff(starts), starts[:-1] * self.dtype.itemsize
 
     @property
     def num_documents(self) -> int:
@@ -138,7 +139,7 @@ class IndexedDataset:
         size = int(self.document_lengths[document])
         stop = size if length is None else offset + length
         assert 0 <= offset <= stop <= size, (document, offset, length, size)
-        start = int(self._document_starts[document])
+        start = int(self._document_pointers[document]) // self.dtype.itemsize
         return self._tokens[start + offset : start + stop]
 
     def token_range(self, chunk: int = 1 << 24) -> tuple[int, int]:
@@ -150,10 +151,12 @@ class IndexedDataset:
 
     def fingerprint(self) -> str:
         """Hash of the table of lengths and documents: what sample indices depend on, wherever the files lie."""
-        digest = hashlib.blake2b(digest_size=16)
-        for start in range(0, len(self._index), 1 << 24):
-            digest.update(self._index[start : start + (1 << 24)])
-        return digest.hexdigest()
+        if self._fingerprint is None:
+            digest = hashlib.blake2b(digest_size=16)
+            for start in range(0, len(self._index), 1 << 24):
+                digest.update(self._index[start : start + (1 << 24)])
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def identity(self) -> list:
         """Path, size and modification time of the tokens: changes whenever the `.bin` file may have changed."""

@@ -170,6 +170,16 @@ def test_command_line(tmp_path):
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
 
 
+def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    preprocess(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", random_texts(2, 600)), "--tokenizer-type",
+               "ByteTokenizer")
+    error = capsys.readouterr().err
+    assert "tokenizing: 100%" in error
+    assert "documents=600" in error
+    assert "Processed" not in error
+
+
 @pytest.mark.parametrize("flags", [["--workers", "0"], ["--json-keys", "a", "a"], ["--input-format", "csv"]])
 def test_bad_flags(flags):
     with pytest.raises(SystemExit) as leaving:
