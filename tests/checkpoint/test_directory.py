@@ -126,6 +126,68 @@ def test_what_is_not_json_is_our_own_mistake(tmp_path):
     assert find_checkpoint(tmp_path) is None
 
 
+class Killed(BaseException):
+    """Ends a save like a kill: nothing catches it."""
+
+
+def killed_at(monkeypatch, count):
+    """From the `count`-th change of names or fsync on, every one raises Killed instead."""
+    done = 0
+
+    def dying(call):
+        def run(*args, **kwargs):
+            nonlocal done
+            done += 1
+            if done >= count:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return run
+
+    for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+
+
+@pytest.mark.parametrize(("iteration", "retain"), [(20, None), (20, 100), (30, None), (30, 100)])
+def test_a_kill_at_any_point_of_a_save_loses_nothing(tmp_path, monkeypatch, iteration, retain):
+    """Every point at once: a save that replaces, one that adds, each with and without deleting the previous one."""
+    for count in range(1, 100):
+        save = tmp_path / str(count)
+        for old in (10, 20):
+            save_checkpoint(save, old, make_items(old), {})
+        finished = True
+        with monkeypatch.context() as patch:
+            killed_at(patch, count)
+            try:
+                save_checkpoint(save, iteration, make_items(99), {}, retain_interval=retain)
+            except Killed:
+                finished = False
+        found, wanted = load(save)
+        if finished or found.iteration == 30:
+            assert_equal_items(wanted, make_items(99))
+        else:
+            assert any(
+                torch.equal(wanted["model/norm.weight"].tensor, make_items(v)["model/norm.weight"].tensor)
+                for v in (20, 99)
+            )
+        assert_equal_items(load(save, 10)[1], make_items(10))
+        for step in saved_iterations(save):
+            load(save, step)
+        assert save_checkpoint(save, 40, make_items(40), {}) is not None
+        assert_equal_items(load(save)[1], make_items(40))
+        assert [p.name for p in save.iterdir() if p.name.startswith(".")] == []
+        if finished:
+            assert count > 12
+            return
+    pytest.fail("the save never finished")
+
+
+def test_saving_the_latest_again_does_not_delete_it(tmp_path):
+    for seed in (1, 2):
+        assert save_checkpoint(tmp_path, 15, make_items(seed), {}, retain_interval=10).is_dir()
+    assert_equal_items(load(tmp_path)[1], make_items(2))
+
+
 SAVER = """
 import sys, torch
 from megafp8.checkpoint import save_checkpoint
@@ -140,13 +202,13 @@ for iteration in range(1, 10**6):
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tmp_path, seed):
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tmp_path, kills):
     """Saves also replace iterations and delete old ones. The saver prints only after a save, and does nothing else
     between two, so every kill falls inside a save or its publishing."""
-    rng = random.Random(seed)
+    rng = random.Random(kills)
     announced = 0
-    for _ in range(4):
+    for _ in range(kills):
         process = subprocess.Popen(
             [sys.executable, "-c", SAVER, str(tmp_path)],
             stdout=subprocess.PIPE,

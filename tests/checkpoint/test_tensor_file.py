@@ -1,5 +1,7 @@
 """Our safetensors files, read by the library."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -35,6 +37,23 @@ def test_the_library_reads_every_dtype_and_shape(tmp_path):
         assert torch.equal(*same), name
     with safe_open(tmp_path / "a.safetensors", framework="pt") as f:
         assert torch.equal(f.get_slice("transposed")[2:5, 1:3], tensors["transposed"][2:5, 1:3])
+
+
+def test_every_tensor_is_aligned_to_its_elements(tmp_path):
+    """A reader may map the file and use the bytes where they are."""
+    path = tmp_path / "a.safetensors"
+    tensors = sample()
+    write_tensors(path, tensors)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    end = 0
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        start, stop = entry["data_offsets"]
+        assert start == end
+        assert start % tensors[name].element_size() == 0, name
+        end = stop
+    assert 8 + length + end == len(content)
 
 
 def test_every_changed_byte_and_every_length_is_noticed(tmp_path):

@@ -123,6 +123,7 @@ def test_weights_loaded_alone_survive_the_first_step():
     optimizer.weights.load_state(weights)
     optimizer.reset_from_weights()
     assert optimizer.step_count == 0
+    assert not any(flat.any() for flat in optimizer.exp_avg.flats + optimizer.exp_avg_sq.flats)
     set_grads(optimizer, torch.Generator().manual_seed(1))
     optimizer.step(lr=0.0, weight_decay=0.1, valid_tokens=1)
     for name in SHAPES:
