@@ -1,8 +1,10 @@
 """FP8 numerics: recipes, quantizers, storage, GEMMs and the linear layer."""
 
+from megafp8.fp8.comm import CommPlan
 from megafp8.fp8.convert import convert
 from megafp8.fp8.delayed import DelayedScaling
-from megafp8.fp8.linear import CommPlan, InputSpec, Linear
+from megafp8.fp8.input_spec import InputSpec
+from megafp8.fp8.linear import Linear
 from megafp8.fp8.param import Weight
 from megafp8.fp8.policy import Policy
 from megafp8.fp8.quantizer import Quantizer

@@ -125,8 +125,9 @@ def _multiply(
         return scaled_mm.matmul(a, b, bias, out_dtype)
     if a.scale is Scale.E8M0:
         _say_emulated(device.type)
-    y = reference.matmul(a, b)
-    return (y if bias is None else y.add_(bias)).to(out_dtype)
+    if bias is None:
+        return reference.matmul(a, b, out_dtype)
+    return reference.matmul(a, b).add_(bias).to(out_dtype)
 
 
 @cache

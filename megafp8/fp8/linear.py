@@ -12,84 +12,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
+from megafp8.fp8.comm import CommPlan, Operand
+from megafp8.fp8.formats import Scale
+from megafp8.fp8.input_spec import InputSpec, Scaling
 from megafp8.fp8.param import Weight
-from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import ParamSpec, attach_spec
 from megafp8.step import Phase, ScalingHistory, StepContext
-
-Operand = Tensor | Quantized
-
-
-class CommPlan(Protocol):
-    """What a tensor-parallel linear exchanges with its peers; a linear without peers has none.
-
-    Inputs and gradients are `Quantized` under a recipe, tensors `[rows, features]` otherwise. `gather_input` runs
-    before fprop, and again in backward on what was kept of the local input.
-    """
-
-    def gather_input(self, x: Operand) -> Operand: ...
-
-    def reduce_output(self, y: Tensor) -> Tensor: ...
-
-    def gather_grad_output(self, dy: Tensor) -> Tensor: ...
-
-    def reduce_grad_input(self, dx: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What a linear wants from the producer of its input.
-
-    dtype: of the high-precision values. quantizer: None for high precision. colwise: backward needs that copy.
-    requantizes: backward quantizes the high-precision input again, which somebody else keeps anyway; the linear then
-    holds no copy of it, and the producer hands it over unquantized.
-    """
-
-    dtype: torch.dtype
-    quantizer: Quantizer | None = None
-    rowwise: bool = True
-    colwise: bool = False
-    requantizes: bool = False
-    history_name: str | None = None
-
-    def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
-        """`x [M, K]` quantized as the consumer would."""
-        scaling = _Scaling(self.quantizer, self.history_name, step)
-        return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)
-
-
-@dataclass(frozen=True)
-class _Scaling:
-    """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name."""
-
-    quantizer: Quantizer
-    name: str | None
-    step: StepContext | None
-
-    @property
-    def history(self) -> ScalingHistory | None:
-        return self.step.scaling if self.name is not None else None
-
-    @property
-    def scale(self) -> Tensor | None:
-        return self.history.scale(self.name) if self.history is not None else None
-
-    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
-        amax = None
-        if record and self.history is not None:
-            amax = self.quantizer.amax(x)
-            self.history.record(self.name, amax)
-        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=self.scale)
 
 
 @dataclass(frozen=True)
@@ -110,9 +47,9 @@ class LinearArgs:
     keep: bool
     dtype: torch.dtype
 
-    def scaling(self, role: str) -> _Scaling:
+    def scaling(self, role: str) -> Scaling:
         name = f"{self.name}/{role}" if self.recipe.uses_history else None
-        return _Scaling(self.recipe.quantizer(role), name, self.step)
+        return Scaling(self.recipe.quantizer(role), name, self.step)
 
     def needs(self, role: str) -> dict[str, str]:
         return gemm.needs(self.recipe, role, self.weight.param.device)
@@ -139,14 +76,9 @@ class _Linear(torch.autograd.Function):
             y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
         if bias is not None and args.comm is not None:  # once, to the sum over the ranks
             y = y + bias
-        ctx.storage = kept if isinstance(kept, QuantizedStorage) else None
-        tensors = (kept.data, kept.scale_inv) if ctx.storage is not None else (kept,)
-        if not needs_wgrad:
-            tensors = ()
+        tensors, ctx.rebuild = _to_save(kept if needs_wgrad else None)
         # The weight is saved so that PyTorch refuses a backward after it was written to.
         ctx.save_for_backward(weight, *tensors)
-        if ctx.storage is not None:  # only its description; the tensors are autograd's
-            ctx.storage = _describe(ctx.storage)
         return y
 
     @staticmethod
@@ -156,7 +88,7 @@ class _Linear(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         if args.comm is not None:
             dy = args.comm.gather_grad_output(dy)
-        x = ctx.storage(*kept) if kept and ctx.storage is not None else (kept[0] if kept else None)
+        x = ctx.rebuild(*kept)
         run = _backward_high_precision if args.recipe is None else _backward_fp8
         dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
         if dx is not None and args.comm is not None:
@@ -167,9 +99,16 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _describe(storage: QuantizedStorage) -> Callable[[Tensor, Tensor], QuantizedStorage]:
-    tile, scale, orientation = storage.tile, storage.scale, storage.orientation
-    return lambda data, scale_inv: QuantizedStorage(data, scale_inv, tile, scale, orientation)
+def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
+    """The tensors of what is kept, for autograd to hold, and how to put them together again (holding none)."""
+    if kept is None:
+        return (), lambda: None
+    if isinstance(kept, Tensor):
+        return (kept,), lambda x: x
+    tile, scale, orientation = kept.tile, kept.scale, kept.orientation
+    return (kept.data, kept.scale_inv), lambda data, scale_inv: QuantizedStorage(
+        data, scale_inv, tile, scale, orientation
+    )
 
 
 def _alone(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
@@ -350,7 +289,7 @@ class Linear(nn.Module):
         if self.recipe is None:
             return rows * self.in_features * self.weight.element_size()
         spec = self.recipe.quantizer("input").spec
-        scale_bytes = torch.float8_e8m0fnu.itemsize if spec.tile.block == 32 else torch.float32.itemsize
+        scale_bytes = 1 if spec.scale is Scale.E8M0 else 4
         return rows * self.in_features + math.prod(spec.tile.scale_shape(self.in_features, rows)) * scale_bytes
 
     def forward(self, x: Tensor, step: StepContext | None = None) -> Tensor:

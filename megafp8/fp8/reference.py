@@ -9,6 +9,7 @@ same input gives the same bytes everywhere.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from megafp8.fp8.storage import QuantizedStorage
 
 Stored = tuple[Tensor, Tensor]  # data, scale_inv
+
+_CHUNK = 1 << 17
+"""Elements worked on at once on CPUs, so that intermediate results stay in cache and their memory is reused."""
 
 
 def _finite_part(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -66,7 +70,25 @@ def _tile_amax(magnitude: Tensor, tile: Tile, orientation: str) -> Tensor:
 
 def amax(x: Tensor, tile: Tile, orientation: str = "rowwise") -> Tensor:
     """Largest absolute finite value of each tile, FP32, in the shape of that orientation's scales."""
-    return _tile_amax(_finite_part(x)[0].abs(), tile, orientation)
+    step = _chunk_rows(x, tile)
+    if step is None:
+        return _tile_amax(_finite_part(x)[0].abs(), tile, orientation)
+    parts = [_tile_amax(_finite_part(part)[0].abs(), tile, orientation) for part in x.split(step)]
+    if tile.kind == "tensor":
+        return torch.stack(parts).amax(0)
+    return torch.cat(parts, 0 if orientation == "rowwise" else 1)
+
+
+def _chunk_rows(x: Tensor, tile: Tile) -> int | None:
+    """Rows of `x` a chunk, whole tiles; None where `x` is worked on at once."""
+    if x.device.type != "cpu" or x.numel() < 2 * _CHUNK:
+        return None
+    block = tile.block or 1
+    step = max(_CHUNK // x.shape[1] // block, 1) * block
+    return step if step < x.shape[0] else None
+
+
+tensor_amax = amax  # where an argument is called amax
 
 
 def _cast(x: Tensor, scale: Tensor, spec: OperandSpec, orientation: str) -> Tensor:
@@ -102,26 +124,72 @@ def quantize(
     `amax` and `amax_colwise` replace this tensor's own (tiles shared with other ranks); tensor and 2D tiles have
     one amax for both orientations. `scale` (tensor tiles only, FP32, one element) replaces both (delayed).
     """
+    tile, step = spec.tile, _chunk_rows(x, spec.tile)
+    if tile.symmetric and colwise:
+        row, _ = quantize(x, spec, True, False, amax, None, scale)
+        return (row if rowwise else None), flip(*row, tile)
+    if step is None:
+        row, col = _quantize(x, spec, rowwise, colwise, amax, amax_colwise, scale)
+        return row, (transpose(col[0]), col[1]) if colwise else None
+    if tile.kind == "tensor" and amax is None and scale is None:
+        amax = tensor_amax(x, tile)
+    parts = []
+    for start in range(0, x.shape[0], step):
+        rows = slice(start, start + step)
+        part_amax, part_colwise = amax, amax_colwise
+        if amax is not None and tile.kind != "tensor":
+            part_amax = amax[rows] if tile.kind == "1d" else amax[start // tile.block : (start + step) // tile.block]
+        if amax_colwise is not None:
+            part_colwise = amax_colwise[:, start // tile.block : -(-min(start + step, x.shape[0]) // tile.block)]
+        parts.append(_quantize(x[rows], spec, rowwise, colwise, part_amax, part_colwise, scale))
+    row = _join([row for row, _ in parts], 0, 0) if rowwise else None
+    if not colwise:
+        return row, None
+    data, scale_inv = _join([col for _, col in parts], 0, 1)
+    return row, (transpose(data), scale_inv)
+
+
+def _quantize(
+    x: Tensor,
+    spec: OperandSpec,
+    rowwise: bool,
+    colwise: bool,
+    amax: Tensor | None,
+    amax_colwise: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Stored | None, Stored | None]:
+    """`quantize` of one chunk of rows; colwise data are not transposed yet."""
     x, mask = _finite_part(x)
-    own_amax = scale is None and ((rowwise and amax is None) or (colwise and amax_colwise is None))
-    magnitude = x.abs() if own_amax else None
+    magnitude = None
 
     def one(orientation: str, given_amax: Tensor | None) -> Stored:
+        nonlocal magnitude
         if scale is not None:
             assert spec.tile.kind == "tensor"
             multiplier, scale_inv = scale.view(1), reciprocal(scale.view(1))
         else:
-            own = _tile_amax(magnitude, spec.tile, orientation) if given_amax is None else given_amax
-            multiplier, scale_inv = spec.scale_and_inverse(own)
+            if given_amax is None:
+                magnitude = x.abs() if magnitude is None else magnitude
+                given_amax = _tile_amax(magnitude, spec.tile, orientation)
+            multiplier, scale_inv = spec.scale_and_inverse(given_amax)
         data = _cast(x, multiplier, spec, orientation)
         if mask is not None:
             data.view(torch.uint8).masked_fill_(mask, NAN_BYTE)
-        return (data if orientation == "rowwise" else transpose(data)), scale_inv
+        return data, scale_inv
 
-    if spec.tile.symmetric:
-        row = one("rowwise", amax)
-        return (row if rowwise else None), (flip(*row, spec.tile) if colwise else None)
     return (one("rowwise", amax) if rowwise else None), (one("colwise", amax_colwise) if colwise else None)
+
+
+def _join(stored: list[Stored], data_dim: int, scale_dim: int) -> Stored:
+    """Parts of an operand put together. Tensor tiles have one scale for all parts."""
+    data, scales = zip(*stored, strict=True)
+    joined = torch.cat([d.view(torch.uint8) for d in data], data_dim).view(data[0].dtype)
+    if scales[0].dim() == 1:
+        return joined, scales[0]
+    if scales[0].dtype == torch.float8_e8m0fnu:
+        raw = torch.cat([scale.view(torch.uint8) for scale in scales], scale_dim)
+        return joined, raw.view(torch.float8_e8m0fnu)
+    return joined, torch.cat(scales, scale_dim)
 
 
 def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
@@ -132,26 +200,39 @@ def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
 
 def _decode(data: Tensor) -> Tensor:
     """FP32 values of FP8 bytes. PyTorch's E4M3 cast is scalar on CPUs, so there it goes through FP16's bits."""
-    if data.device.type != "cpu" or data.dtype != torch.float8_e4m3fn:
+    if data.device.type != "cpu" or data.dtype != torch.float8_e4m3fn or not data.numel():
         return data.to(torch.float32)
     signed = data.view(torch.int8)
-    if bool((signed.bitwise_and(0x7F) == 0x7F).any()):
+    if int(signed.bitwise_and(0x7F).amax()) == NAN_BYTE:
         return data.to(torch.float32)
     # As FP16 bits, sign eeee mmm is the number times 2^-8: FP16 has one more exponent bit and a bias of 15, not 7.
     half = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
     return half.view(torch.float16).to(torch.float32).mul_(256.0)
 
 
-def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile) -> Tensor:
-    """FP32 values of a stored operand, in its stored orientation: `RN32(data * scale_inv)`."""
-    values, scale_inv = _decode(data), decode_scale(scale_inv)
-    if tile.kind == "tensor" or values.numel() == 0:
-        return values * scale_inv if values.numel() else values
-    tile_shape = tile.shape(*data.shape)
-    if data.shape[0] % tile_shape[0] == 0 and data.shape[1] % tile_shape[1] == 0:
-        return _tiles(values, tile_shape).mul_(scale_inv[:, None, :, None]).view(data.shape)
-    y = _tiles(values, tile_shape) * scale_inv[:, None, :, None]
-    return y.view(y.shape[0] * y.shape[1], -1)[: data.shape[0], : data.shape[1]].contiguous()
+def _dequantize(data: Tensor, scale_inv: Tensor, tile: Tile) -> Tensor:
+    """FP32 values of a chunk of rows; `scale_inv` in FP32."""
+    values = _decode(data)
+    if tile.kind == "tensor":
+        return values.mul_(scale_inv)
+    y = _tiles(values, tile.shape(*data.shape)).mul_(scale_inv[:, None, :, None])
+    return y.view(y.shape[0] * y.shape[1], -1)[: data.shape[0], : data.shape[1]]
+
+
+def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of a stored operand, in its stored orientation: `RN32(data * scale_inv)`, rounded to `dtype`."""
+    scale_inv = decode_scale(scale_inv)
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    if data.numel() == 0:
+        return out
+    step = _chunk_rows(data, tile) or data.shape[0]
+    for start in range(0, data.shape[0], step):
+        rows, scales = slice(start, start + step), scale_inv
+        if tile.kind != "tensor":
+            tile_rows = tile.shape(*data.shape)[0]
+            scales = scale_inv[start // tile_rows : -(-min(start + step, data.shape[0]) // tile_rows)]
+        out[rows] = _dequantize(data[rows], scales, tile)
+    return out
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> Stored:
@@ -165,22 +246,23 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> Stored
     return colwise
 
 
-def quantize_grouped(x: Tensor, counts: list[int], spec: OperandSpec, rowwise: bool = True, colwise: bool = True):
+def quantize_grouped(
+    x: Tensor, counts: list[int], spec: OperandSpec, rowwise: bool = True, colwise: bool = True
+) -> tuple[Stored | None, Stored | None]:
     """Quantizes tokens sorted by expert, `x [sum(counts), K]`: tiles restart at each expert's first row.
 
     Returns the same pair as `quantize`. Colwise 1D scales are `[K, sum(ceil(m_e / B))]`; tensor tiles have one
     scale an expert, `[E]`.
     """
     parts = [quantize(part, spec, rowwise, colwise) for part in x.split(counts)]
+    one_scale_each = spec.tile.kind == "tensor"
 
-    def join(index: int, dim: int) -> Stored:
-        scale_dim = 0 if spec.tile.kind == "tensor" else dim
-        data = torch.cat([p[index][0].view(torch.uint8) for p in parts], dim).view(spec.format.dtype)
-        scales = [p[index][1] for p in parts]
-        raw = torch.cat([s.view(torch.uint8) if spec.scale is Scale.E8M0 else s for s in scales], scale_dim)
-        return data, raw.view(scales[0].dtype)
+    def join(orientation: int) -> Stored:
+        stored = [part[orientation] for part in parts]
+        data, scale_inv = _join(stored, orientation, orientation)
+        return data, (torch.cat([scale for _, scale in stored]) if one_scale_each else scale_inv)
 
-    return (join(0, 0) if rowwise else None), (join(1, 1) if colwise else None)
+    return (join(0) if rowwise else None), (join(1) if colwise else None)
 
 
 def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
@@ -198,13 +280,31 @@ def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
     return data, codes.contiguous().view(torch.float8_e8m0fnu)
 
 
-def matmul(a: QuantizedStorage, b: QuantizedStorage) -> Tensor:
-    """`A [M, K] @ B [N, K].T` in FP32, of stored operands whose tiles run along K.
+def matmul(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """`A [M, K] @ B [N, K].T` of stored operands whose tiles run along K.
 
     One FP32 product of the dequantized operands: those are exact under power-of-two scales and rounded once
-    under FP32 scales, so the result is within 1e-6 (Frobenius) of FP64.
+    under FP32 scales, so the result is within 1e-6 (Frobenius) of FP64. A BF16 result of operands that are exact
+    in BF16 comes from a BF16 product where that is faster: it too adds in FP32 and rounds once.
     """
-    return a.dequantize() @ b.dequantize().t()
+    if out_dtype == torch.bfloat16 and a.data.device.type == "cpu" and _fast_bf16() and _in_bf16(a) and _in_bf16(b):
+        return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
+    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+
+
+@cache
+def _fast_bf16() -> bool:
+    """Whether this CPU has matrix instructions for BF16 with FP32 sums."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16"))
+
+
+def _in_bf16(storage: QuantizedStorage) -> bool:
+    """Whether the dequantized values are normal BF16 numbers or zero: their scales are powers of two in range."""
+    if storage.scale is Scale.FP32:
+        return False
+    low, high = decode_scale(storage.scale_inv).aminmax()
+    return bool(low >= 2.0**-100) and bool(high <= 2.0**100)
 
 
 def matmul_promoted(a: QuantizedStorage, b: QuantizedStorage) -> Tensor:

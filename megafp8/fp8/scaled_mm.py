@@ -66,7 +66,7 @@ def _padded(s: QuantizedStorage) -> QuantizedStorage:
 
 
 def _scale_argument(s: QuantizedStorage) -> Tensor:
-    """scale_inv as it is checked for: 1D `[rows, K blocks]` M-major, 2D `[K blocks padded to 4, row blocks]` K-major."""
+    """scale_inv as checked for: 1D `[rows, K blocks]` M-major, 2D `[K blocks padded to 4, row blocks]` K-major."""
     if s.tile.kind != "2d":
         return s.scale_inv
     rows, padded = s.scale_inv.shape[0], s.scale_inv.stride(0)

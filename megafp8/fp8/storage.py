@@ -44,7 +44,7 @@ class QuantizedStorage:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values in the stored orientation (colwise: `[K, M]`)."""
         if self.counts is None:
-            return reference.dequantize(self.data, self.scale_inv, self.tile).to(dtype)
+            return reference.dequantize(self.data, self.scale_inv, self.tile, dtype)
         return torch.cat([part.dequantize(dtype) for part in self.experts()], self._token_dim)
 
     @property

@@ -1,0 +1,58 @@
+"""How an operand of a linear is quantized: by its consumer's wishes, and with scales from its amax or a history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.storage import Quantized
+from megafp8.step import ScalingHistory, StepContext
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name."""
+
+    quantizer: Quantizer
+    name: str | None
+    step: StepContext | None
+
+    @property
+    def history(self) -> ScalingHistory | None:
+        return self.step.scaling if self.name is not None else None
+
+    @property
+    def scale(self) -> Tensor | None:
+        return self.history.scale(self.name) if self.history is not None else None
+
+    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
+        amax = None
+        if record and self.history is not None:
+            amax = self.quantizer.amax(x)
+            self.history.record(self.name, amax)
+        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What a linear wants from the producer of its input.
+
+    dtype: of the high-precision values. quantizer: None for high precision. colwise: backward needs that copy.
+    requantizes: backward quantizes the high-precision input again, which somebody else keeps anyway; the linear then
+    holds no copy of it, and the producer hands it over unquantized.
+    """
+
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    rowwise: bool = True
+    colwise: bool = False
+    requantizes: bool = False
+    history_name: str | None = None
+
+    def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
+        """`x [M, K]` quantized as the consumer would."""
+        scaling = Scaling(self.quantizer, self.history_name, step)
+        return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)
