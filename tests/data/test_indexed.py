@@ -1,6 +1,7 @@
 """Indexed data sets: Megatron's bytes, round trips, damaged files."""
 
 import pickle
+from array import array
 
 import numpy as np
 import pytest
@@ -76,7 +77,32 @@ def test_failed_build_keeps_the_old_files(tmp_path, rng):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set.bin", "set.idx"]
 
 
-def test_documents_of_several_sequences(tmp_path, rng):
+def test_bytes_of_the_format(tmp_path):
+    """The two files of three documents, field by field."""
+    write_dataset(tmp_path / "set", [np.array([1, 2]), np.array([], int), np.array([513])])
+    assert (tmp_path / "set.bin").read_bytes() == b"\1\0\2\0\1\2"
+    assert (tmp_path / "set.idx").read_bytes() == b"".join([
+        b"MMIDIDX\0\0", (1).to_bytes(8, "little"), b"\x08", (3).to_bytes(8, "little"), (4).to_bytes(8, "little"),
+        np.array([2, 0, 1], "<i4").tobytes(), np.array([0, 4, 4], "<i8").tobytes(),
+        np.array([0, 1, 2, 3], "<i8").tobytes()])
+
+
+def test_sequences_are_joined_to_documents(tmp_path, rng):
+    sequences = random_documents(rng, 7)
+    with IndexedDatasetBuilder(tmp_path / "set", np.uint16) as builder:
+        for sequence in sequences:
+            builder.add_document(sequence)
+        builder._document_indices = array("q", [0, 3, 3, 7])  # what a tool that splits into sentences would write
+    dataset = IndexedDataset(tmp_path / "set")
+    assert len(dataset) == 7
+    documents = [np.concatenate(sequences[:3]), np.empty(0), np.concatenate(sequences[3:])]
+    assert dataset.document_lengths.tolist() == [len(d) for d in documents]
+    for i, document in enumerate(documents):
+        np.testing.assert_array_equal(dataset.read(i), document)
+    np.testing.assert_array_equal(dataset.read(2, 5, 3), documents[2][5:8])
+
+
+def test_megatrons_documents_of_several_sequences(tmp_path, rng):
     """A document that was written as several sequences (sentences) is read as one."""
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
     torch = pytest.importorskip("torch")
