@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafp8.config import Config
-from megafp8.config.parallel import ParallelConfig
+from megafp8.config.parallel import ParallelConfig, layout_sizes
 
 _UNREDUCIBLE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
@@ -167,26 +167,6 @@ class ParallelContext:
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
-
-
-def layout_sizes(p: ParallelConfig) -> dict[str, int]:
-    """Size of every axis. Raises ValueError, naming the flags, when they don't multiply to the number of processes."""
-    tp, cp, pp = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
-    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or tp
-    if p.world_size % (tp * cp * pp):
-        raise ValueError(
-            f"world size {p.world_size} = tp {tp} x cp {cp} x pp {pp} x dp can't be: it is no multiple of "
-            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} x --pipeline-model-parallel-size {pp} "
-            f"= {tp * cp * pp}; start a multiple of {tp * cp * pp} processes or lower one of them"
-        )
-    if p.world_size % (ep * etp * pp):
-        raise ValueError(
-            f"world size {p.world_size} = ep {ep} x expert tp {etp} x pp {pp} x expert dp can't be: it is no multiple of "
-            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x --pipeline-model-parallel-size "
-            f"{pp} = {ep * etp * pp}; start a multiple of {ep * etp * pp} processes or lower one of them"
-        )
-    dp, edp = p.world_size // (tp * cp * pp), p.world_size // (ep * etp * pp)
-    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "edp": edp}
 
 
 def build_parallel(config: Config, device: torch.device | str) -> ParallelContext:

@@ -30,3 +30,29 @@ class ParallelConfig:
     distributed_timeout_minutes: int = flag(10, "Minutes after which a collective that hangs ends the run.")
     world_size: int = derived(1)  # number of processes: WORLD_SIZE, which torchrun sets
     data_parallel_size: int = derived(1)  # world size / (tensor * pipeline * context)
+
+
+def layout_sizes(p: ParallelConfig) -> dict[str, int]:
+    """Returns the size of every axis: tp, cp, dp, pp; ep, etp, edp for experts, which are folded on their own.
+
+    Raises:
+        ValueError: they don't multiply to the number of processes; the line names the flags.
+    """
+    tp, cp, pp = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or tp
+    dense, expert = tp * cp * pp, ep * etp * pp
+    if p.world_size % dense:
+        raise ValueError(
+            f"world size {p.world_size} = tp {tp} x cp {cp} x pp {pp} x dp does not work out: it is no multiple of "
+            f"--tensor-model-parallel-size {tp} x --context-parallel-size {cp} x --pipeline-model-parallel-size {pp} "
+            f"= {dense}; start a multiple of {dense} processes, or lower one of them"
+        )
+    if p.world_size % expert:
+        raise ValueError(
+            f"world size {p.world_size} = ep {ep} x expert tp {etp} x pp {pp} x expert dp does not work out: it is no "
+            f"multiple of --expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x "
+            f"--pipeline-model-parallel-size {pp} = {expert}; start a multiple of {expert} processes, or lower one of "
+            "them"
+        )
+    dp, edp = p.world_size // dense, p.world_size // expert
+    return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, "edp": edp}

@@ -1,27 +1,190 @@
-"""What a tensor-parallel linear exchanges with its peers."""
+"""CommPlan: what a tensor-parallel linear exchanges with its peers, and how that overlaps with its GEMMs.
+
+             column-parallel (qkv, fc1, LM head)       row-parallel (proj, fc2)
+    weight   output features cut                       input features cut
+    fprop    X whole, or gathered                      Y summed, or summed and scattered
+    dgrad    dX summed, or summed and scattered        dY whole, or gathered
+    wgrad    X whole, or gathered again                X local
+
+The second forms are those of sequence parallelism, where each rank holds a part of the tokens outside of the linears.
+X travels in FP8 both ways, so that what is kept for backward is the local shard only; sums travel in high precision.
+dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once.
+
+With several chunks, one chunk's rows travel while another's are multiplied. Every row's product is the same, and wgrad,
+which sums over rows, is never cut; its operand travels during dgrad.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from megafp8.fp8.storage import Quantized
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.recipe import Recipe
+from megafp8.fp8.shards import Operand, post_gather, travels_in_fp8
+from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+from megafp8.parallel import Axis
 
-Operand = Tensor | Quantized
+log = logging.getLogger(__name__)
+
+Cut = Literal["rows", "features"]
 
 
-class CommPlan(Protocol):
-    """What a tensor-parallel linear exchanges with its peers; a linear without peers has none.
+@dataclass(frozen=True)
+class CommPlan:
+    """axis: the tensor-parallel ranks. kind: "column" or "row"; "alone" exchanges nothing.
 
-    Inputs and gradients are `Quantized` under a recipe, tensors `[rows, features]` otherwise. `gather_input` runs
-    before fprop, and again in backward on what was kept of the local input.
+    sequence_parallel: outside of the linear, X (column) and Y (row) are a part of the rows.
+    chunks: pieces that fprop and dgrad are cut into for overlap.
+    fp8_gather: False gathers in high precision and quantizes the whole: the same bytes, twice the traffic.
     """
 
-    def gather_input(self, x: Operand) -> Operand: ...
+    axis: Axis = field(default_factory=Axis)
+    kind: Literal["alone", "column", "row"] = "alone"
+    sequence_parallel: bool = False
+    chunks: int = 1
+    fp8_gather: bool = True
 
-    def reduce_output(self, y: Tensor) -> Tensor: ...
+    def __post_init__(self) -> None:
+        assert self.kind == "alone" or self.axis.size > 1, self
 
-    def gather_grad_output(self, dy: Tensor) -> Tensor: ...
+    @property
+    def gathers_input(self) -> bool:
+        return self.kind == "column" and self.sequence_parallel
 
-    def reduce_grad_input(self, dx: Tensor) -> Tensor: ...
+    @property
+    def gathers_grad_output(self) -> bool:
+        return self.kind == "row" and self.sequence_parallel
+
+    @property
+    def sums_output(self) -> bool:
+        """Whether Y of one rank is only a part of the sum: then the bias is added afterwards."""
+        return self.kind == "row"
+
+    @property
+    def overlaps(self) -> bool:
+        return self.chunks > 1
+
+    def input_in_fp8(self, recipe: Recipe) -> bool:
+        """Whether X is gathered as FP8 bytes, rather than in high precision and quantized after that."""
+        if not self.gathers_input:
+            return False
+        able = travels_in_fp8(recipe.quantizer("input"))
+        if not able:
+            _say_high_precision(recipe.name)
+        return able and self.fp8_gather
+
+    def grad_output_in_fp8(self, quantizer: Quantizer) -> bool:
+        """Whether dY is gathered as FP8 bytes: only where one copy serves both of its GEMMs."""
+        return self.gathers_grad_output and quantizer.spec.tile.kind == "tensor" and self.fp8_gather
+
+    def cut(self, role: str) -> Cut | None:
+        """How the operand of a role lies over the ranks before any gather; None: each has the whole."""
+        if self.kind == "alone":
+            return None
+        features = {"column": ("weight", "grad_output"), "row": ("weight", "input")}
+        if role in features[self.kind]:
+            return "features"
+        return "rows" if self.sequence_parallel else None
+
+    def gather(self, x: Operand) -> Operand:
+        """The whole operand, of the ranks' rows in turn."""
+        return post_gather(x, self.axis)()
+
+    def post_gather(self, x: Operand) -> Callable[[], Operand]:
+        """Starts `gather`; call the result to wait for it."""
+        return post_gather(x, self.axis)
+
+    def fprop(self, x: Operand, multiply: Callable[[Operand], Tensor], *, whole: bool = False) -> Tensor:
+        """Y of the layer's output side, from this rank's X; `whole`: X has been gathered already."""
+        return self._exchange(x, multiply, gathers=self.gathers_input and not whole, sums=self.sums_output)
+
+    def dgrad(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> Tensor:
+        """dX of the layer's input side, from the whole dY."""
+        return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column")
+
+    def _exchange(self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool) -> Tensor:
+        if not (gathers or sums):
+            return multiply(x)
+        # A chunk takes the same rows of each rank, so that a gathered or scattered chunk is a piece of its shard.
+        ranks = self.axis.size if gathers or self.sequence_parallel else 1
+        rows = _rows(x) if gathers else _rows(x) // ranks
+        pieces = _pieces(rows, 1 if _square_tiles(x) else self.chunks)
+        arriving = [post_gather(_take(x, pieces[0], 1), self.axis)] if gathers else []
+        products, leaving = [], []
+        for number, piece in enumerate(pieces):
+            if gathers and number + 1 < len(pieces):
+                arriving.append(post_gather(_take(x, pieces[number + 1], 1), self.axis))
+            product = multiply(arriving[number]() if gathers else _take(x, piece, ranks))
+            if sums:
+                leaving.append(self._post_sum(product))
+            products.append(product)
+        if sums:
+            products = [wait() for wait in leaving]
+        return _joined(products, ranks if gathers else 1)
+
+    def _post_sum(self, y: Tensor) -> Callable[[], Tensor]:
+        if self.sequence_parallel:
+            out, pending = self.axis.post_scatter_sum(y)
+        else:
+            out, pending = y, self.axis.post_sum_(y)
+
+        def wait() -> Tensor:
+            pending.wait()
+            return out
+
+        return wait
+
+
+ALONE = CommPlan()
+"""The plan of a linear without peers."""
+
+
+def _rows(x: Operand) -> int:
+    return (x if isinstance(x, Tensor) else x.data).shape[0]
+
+
+def _square_tiles(x: Operand) -> bool:
+    return isinstance(x, QuantizedStorage) and x.tile.kind == "2d"
+
+
+def _pieces(rows: int, chunks: int) -> list[slice]:
+    """`rows` rows as at most `chunks` slices of nearly equal length."""
+    chunks = max(1, min(chunks, rows))
+    bounds = [rows * i // chunks for i in range(chunks + 1)]
+    return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _take(x: Operand, piece: slice, ranks: int) -> Operand:
+    """The piece of each rank's part of `x`'s rows (rowwise storage), ranks in turn."""
+    if piece == slice(0, _rows(x) // ranks):
+        return x
+    if isinstance(x, Tensor):
+        return x.reshape(ranks, -1, *x.shape[1:])[:, piece].flatten(0, 1)
+    assert x.orientation == "rowwise", x.orientation
+    data = _take(x.data.view(torch.uint8), piece, ranks).contiguous().view(x.data.dtype)
+    if x.tile.kind == "tensor":
+        return replace(x, data=data)
+    raw = x.scale_inv.contiguous().view(torch.uint8)
+    scale_inv = _take(raw, piece, ranks).contiguous().view(x.scale_inv.dtype)
+    return replace(x, data=data, scale_inv=gemm_layout(scale_inv, x.tile))
+
+
+def _joined(parts: list[Tensor], ranks: int) -> Tensor:
+    """Undoes `_take`."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.view(ranks, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)
+
+
+@cache
+def _say_high_precision(recipe: str) -> None:
+    log.warning(
+        "tensor-parallel inputs of recipe '%s' with these tiles and scales are gathered in high precision", recipe
+    )

@@ -1,4 +1,7 @@
-"""How an operand of a linear is quantized: by its consumer's wishes, and with scales from its amax or a history."""
+"""How an operand of a linear is quantized: by its consumer's wishes, and with scales from its amax or a history.
+
+Where ranks hold parts of the operand they share the scales that the whole one has.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megafp8.fp8.comm import ALONE, CommPlan, Cut
 from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.shards import quantize_rows
 from megafp8.fp8.storage import Quantized
+from megafp8.parallel import Axis
 from megafp8.step import ScalingHistory, StepContext
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name."""
+    """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name.
+
+    cut: how the tensor lies over the ranks of `axis`; None: this rank has the whole.
+    """
 
     quantizer: Quantizer
     name: str | None
     step: StepContext | None
+    axis: Axis = Axis()
+    cut: Cut | None = None
 
     @property
     def history(self) -> ScalingHistory | None:
@@ -29,11 +40,19 @@ class Scaling:
         return self.history.scale(self.name) if self.history is not None else None
 
     def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
-        amax = None
-        if record and self.history is not None:
+        if self.quantizer.spec.tile.kind != "tensor":
+            if self.cut == "rows":
+                return quantize_rows(self.quantizer, x, self.axis, rowwise, colwise)
+            return self.quantizer.quantize(x, rowwise, colwise)
+        scale, amax = self.scale, None
+        records, shares = record and self.history is not None, scale is None and self.cut is not None
+        if records or shares:
             amax = self.quantizer.amax(x)
+        if shares:
+            self.axis.max_(amax)
+        if records:  # with a scale from the history, amaxes are shared once a step, all of them together
             self.history.record(self.name, amax)
-        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=self.scale)
+        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -42,7 +61,7 @@ class InputSpec:
 
     dtype: of the high-precision values. quantizer: None for high precision. colwise: backward needs that copy.
     requantizes: backward quantizes the high-precision input again, which somebody else keeps anyway; the linear then
-    holds no copy of it, and the producer hands it over unquantized.
+    holds no copy of it, and the producer hands it over unquantized. comm: how the values lie over the ranks.
     """
 
     dtype: torch.dtype
@@ -51,8 +70,9 @@ class InputSpec:
     colwise: bool = False
     requantizes: bool = False
     history_name: str | None = None
+    comm: CommPlan = ALONE
 
     def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
         """`x [M, K]` quantized as the consumer would."""
-        scaling = Scaling(self.quantizer, self.history_name, step)
+        scaling = Scaling(self.quantizer, self.history_name, step, self.comm.axis, self.comm.cut("input"))
         return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)

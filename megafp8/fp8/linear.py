@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
-from megafp8.fp8.comm import CommPlan, Operand
+from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.input_spec import InputSpec, Scaling
 from megafp8.fp8.param import Weight
 from megafp8.fp8.recipe import ROLES, Recipe
+from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import ParamSpec, attach_spec
@@ -42,14 +43,21 @@ class LinearArgs:
     step: StepContext | None
     name: str | None
     requantize_input: bool
-    comm: CommPlan | None
+    comm: CommPlan
     backend: str
     keep: bool
     dtype: torch.dtype
 
-    def scaling(self, role: str) -> Scaling:
+    def scaling(self, role: str, *, whole: bool = False) -> Scaling:
+        """`whole`: the tensor has been gathered already."""
         name = f"{self.name}/{role}" if self.recipe.uses_history else None
-        return Scaling(self.recipe.quantizer(role), name, self.step)
+        cut = None if whole else self.comm.cut(role)
+        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut)
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether the input is gathered in high precision, before it is quantized."""
+        return self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)
 
     def needs(self, role: str) -> dict[str, str]:
         return gemm.needs(self.recipe, role, self.weight.param.device)
@@ -71,10 +79,10 @@ class _Linear(torch.autograd.Function):
         needs_wgrad = args.keep and weight.requires_grad
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
-            y, kept = _fprop(x, args, lambda x: F.linear(x, weight.to(args.dtype), _alone(bias, args))), x
+            y, kept = args.comm.fprop(x, lambda x: F.linear(x, weight.to(args.dtype), _early(bias, args))), x
         else:
             y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
-        if bias is not None and args.comm is not None:  # once, to the sum over the ranks
+        if bias is not None and args.comm.sums_output:  # once, to the sum over the ranks
             y = y + bias
         tensors, ctx.rebuild = _to_save(kept if needs_wgrad else None)
         # The weight is saved so that PyTorch refuses a backward after it was written to.
@@ -86,13 +94,9 @@ class _Linear(torch.autograd.Function):
         args = ctx.args
         weight, *kept = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        if args.comm is not None:
-            dy = args.comm.gather_grad_output(dy)
         x = ctx.rebuild(*kept)
         run = _backward_high_precision if args.recipe is None else _backward_fp8
         dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
-        if dx is not None and args.comm is not None:
-            dx = args.comm.reduce_grad_input(dx)
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
         dw = _deliver(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
@@ -111,24 +115,22 @@ def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...]
     )
 
 
-def _alone(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
+def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
     """The bias, if this rank's product is the whole sum: then the GEMM adds it."""
-    return bias.to(args.dtype) if bias is not None and args.comm is None else None
-
-
-def _fprop(x: Operand, args: LinearArgs, multiply: Callable[[Operand], Tensor]) -> Tensor:
-    if args.comm is None:
-        return multiply(x)
-    return args.comm.reduce_output(multiply(args.comm.gather_input(x)))
+    return None if bias is None or args.comm.sums_output else bias.to(args.dtype)
 
 
 def _backward_high_precision(
     dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Tensor | None, Callable[[], Tensor]]:
-    dx = dy @ weight.to(dy.dtype) if needs_dgrad else None
+    comm = args.comm
+    if comm.gathers_grad_output:
+        dy = comm.gather(dy)
+    arriving = _arriving_input(lambda: x, args) if needs_wgrad else None
+    dx = comm.dgrad(dy, lambda dy: dy @ weight.to(dy.dtype)) if needs_dgrad else None
 
     def wgrad() -> Tensor:
-        full = x if args.comm is None else args.comm.gather_input(x)
+        full = arriving()
         if full.is_cuda and full.dtype != torch.float32:
             return torch.mm(dy.t(), full, out_dtype=torch.float32)
         return dy.t().float() @ full.float()
@@ -136,23 +138,32 @@ def _backward_high_precision(
     return dx, wgrad
 
 
+def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
+    """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad."""
+    if not args.comm.gathers_input or (args.recipe is not None and args.gathers_first):
+        return kept
+    return args.comm.post_gather(kept()) if args.comm.overlaps else lambda: args.comm.gather(kept())
+
+
 def _fprop_fp8(
     x: Tensor, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
 ) -> tuple[Tensor, Tensor | QuantizedStorage]:
     """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
-    needs = args.needs("input")
-    requantize = args.requantize_input and not isinstance(x, QuantizedTensor)
+    needs, comm, whole = args.needs("input"), args.comm, args.gathers_first
+    requantize = (args.requantize_input or whole) and not isinstance(x, QuantizedTensor)
     if isinstance(x, QuantizedTensor):
         quantized = x.quantized
     else:
         colwise = needs["wgrad"] == "colwise" and needs_wgrad and not requantize
         record = args.step is not None and args.step.records
-        quantized = args.scaling("input").quantize(x, True, colwise, record=record)
+        source = comm.gather(x) if whole else x
+        quantized = args.scaling("input", whole=whole).quantize(source, True, colwise, record=record)
     if args.recipe.uses_history and args.step.records:
         weight_scaling = args.scaling("weight")
         weight_scaling.history.record(weight_scaling.name, args.weight.amax(weight_scaling.scale))
     w = args.weight_operand("fprop")
-    y = _fprop(quantized, args, lambda x: gemm.fprop(x.rowwise, w, _alone(bias, args), args.dtype, args.backend))
+    early = _early(bias, args)
+    y = comm.fprop(quantized.rowwise, lambda x: gemm.fprop(x, w, early, args.dtype, args.backend), whole=whole)
     if requantize or not needs_wgrad:
         return y, x
     kept = _pick(quantized, needs["wgrad"])
@@ -174,25 +185,38 @@ def _backward_fp8(
     wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
     if not wanted:
         return None, None
-    record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
-    quantized = args.scaling("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted, record=record)
+    quantized = _quantize_grad_output(dy, args, wanted)
+    arriving = _arriving_input(lambda: _kept_input(x, args), args) if needs_wgrad else None
     dx = None
     if needs_dgrad:
-        grad_output = _pick(quantized, needs["dgrad"])
-        dx = gemm.dgrad(grad_output, args.weight_operand("dgrad"), args.dtype, args.backend)
+        w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
+        dx = args.comm.dgrad(grad_output, lambda dy: gemm.dgrad(dy, w, args.dtype, args.backend))
+    return dx, lambda: gemm.wgrad(_pick(quantized, needs["wgrad"]), arriving(), backend=args.backend)
 
-    def wgrad() -> Tensor:
-        kept = x
-        if not isinstance(kept, QuantizedStorage):
-            orientation = args.needs("input")["wgrad"]
-            pair = args.scaling("input").quantize(x, orientation == "rowwise", orientation == "colwise", record=False)
-            kept = _pick(pair, orientation)
-        if args.comm is not None:
-            pair = Quantized(**{kept.orientation: kept})
-            kept = _pick(args.comm.gather_input(pair), kept.orientation)
-        return gemm.wgrad(_pick(quantized, needs["wgrad"]), kept, backend=args.backend)
 
-    return dx, wgrad
+def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
+    """The whole dY, quantized in the orientations wanted."""
+    record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
+    rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
+    comm = args.comm
+    if comm.grad_output_in_fp8(args.recipe.quantizer("grad_output")):
+        shard = args.scaling("grad_output").quantize(dy, True, False, record=record)
+        row = comm.gather(shard.rowwise)
+        return Quantized(row if rowwise else None, row.flipped() if colwise else None)
+    whole = comm.gathers_grad_output
+    scaling = args.scaling("grad_output", whole=whole)
+    return scaling.quantize(comm.gather(dy) if whole else dy, rowwise, colwise, record=record)
+
+
+def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
+    """What forward kept, in the orientation that wgrad wants: of this rank's rows where they are gathered in FP8."""
+    if isinstance(x, QuantizedStorage):
+        return x
+    orientation, whole = args.needs("input")["wgrad"], args.gathers_first
+    scaling = args.scaling("input", whole=whole)
+    source = args.comm.gather(x) if whole else x
+    pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", record=False)
+    return _pick(pair, orientation)
 
 
 def _sum_rows(dy: Tensor) -> Callable[[], Tensor]:
@@ -215,6 +239,7 @@ class Linear(nn.Module):
     initializes them. Without specs parameters start as those of `nn.Linear`.
     params_dtype: of weight, bias and output. name: global name for a history (default: the weight spec's name).
     requantize_input: keep the high-precision input, which somebody else keeps anyway, instead of an FP8 copy.
+    comm: what is exchanged with the ranks that hold the other parts of the weight.
     keep_transposed: keep the weight's transposed copy until the weight changes.
     gemm_backend: "auto", "cublaslt" or "reference".
     """
@@ -233,7 +258,7 @@ class Linear(nn.Module):
         name: str | None = None,
         requantize_input: bool = False,
         keep_transposed: bool = True,
-        comm: CommPlan | None = None,
+        comm: CommPlan = ALONE,
         gemm_backend: str = "auto",
     ):
         super().__init__()
@@ -257,13 +282,14 @@ class Linear(nn.Module):
         """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
         owner = self.__dict__.get("_owner")
         if owner is None or owner.param is not self.weight or owner.recipe is not self.recipe:
-            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed)
+            shared = self.comm.axis if self.comm.cut("weight") else None
+            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed, shared=shared)
             self._owner = self.weight.owner = owner
         return owner
 
     def input_spec(self, training: bool = True) -> InputSpec:
         """What a producer should hand over; `training`: whether backward follows."""
-        if self.recipe is None:
+        if self.recipe is None or (self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)):
             return InputSpec(self.weight.dtype)
         needs_colwise = gemm.needs(self.recipe, "input", self.weight.device)["wgrad"] == "colwise"
         colwise = training and self.weight.requires_grad and needs_colwise and not self.requantize_input
@@ -274,6 +300,7 @@ class Linear(nn.Module):
             colwise=colwise,
             requantizes=self.requantize_input,
             history_name=history_name,
+            comm=self.comm,
         )
 
     def history_tensors(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megafp8.fp8 import gemm
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage
+from megafp8.parallel import Axis
 
 
 class Weight:
@@ -21,13 +22,17 @@ class Weight:
 
     keep_transposed: keep a dgrad copy that is a mere transposition until the next version, instead of making it anew
         in each backward: memory for time.
+    shared: the ranks that hold the other parts of the weight: under a tensorwise recipe they have one scale.
     version: counts what was published.
     """
 
-    def __init__(self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True):
+    def __init__(
+        self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True, shared: Axis | None = None
+    ):
         self.param = param
         self.recipe = recipe
         self.keep_transposed = keep_transposed
+        self.shared = shared or Axis()
         self.version = 0
         self._key: tuple | None = None
         self._copies: dict[str, QuantizedStorage] = {}
@@ -59,10 +64,10 @@ class Weight:
             self._key = key
 
     def amax(self, scale: Tensor | None = None) -> Tensor:
-        """The whole weight's amax (tensor tiles), once a version."""
+        """The whole weight's amax (tensor tiles), over all ranks that share it, once a version."""
         self._refresh(scale)
         if self._amax is None:
-            self._amax = self.recipe.quantizer("weight").amax(self.param)
+            self._amax = self.shared.max_(self.recipe.quantizer("weight").amax(self.param))
         return self._amax
 
     def operand(self, gemm_name: str, scale: Tensor | None = None) -> QuantizedStorage:
@@ -86,7 +91,9 @@ class Weight:
         if other is not None and other.tile.symmetric:
             return other.flipped()
         colwise = orientation == "colwise"
-        quantized = quantizer.quantize(self.param, rowwise=not colwise, colwise=colwise, scale=scale)
+        shares = scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1
+        amax = self.amax() if shares else None
+        quantized = quantizer.quantize(self.param, rowwise=not colwise, colwise=colwise, amax=amax, scale=scale)
         return quantized.colwise if colwise else quantized.rowwise
 
     @property

@@ -4,7 +4,7 @@
 
 The workers fork from a server that has imported torch once, so a pool costs one import and its restart next to
 nothing. A job's ranks find the default process group in place, so that `build_parallel` starts from it as it does in
-anybody's program; it is closed after the job. Ranks meet in a file: a TCP store now and then waits 5 s for a name server.
+anybody's program; it is closed after the job. Ranks meet in a file: a TCP store may wait 5 s for a name server.
 
 A job that fails or hangs never spoils the next one: its error (the first rank's, with its traceback) is raised here,
 and all workers are killed and started anew.
@@ -51,7 +51,9 @@ class WorkerPool:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["tests.distributed.preload"] if _importable() else ["torch.distributed"])
 
-    def run_on(self, world: int, function: Callable, *args: Any, timeout: float = 60.0, env: dict | None = None) -> list:
+    def run_on(
+        self, world: int, function: Callable, *args: Any, timeout: float = 60.0, env: dict | None = None
+    ) -> list:
         """`function(*args)` on ranks 0 to world - 1, each in a process of its own; their results in that order.
 
         function: at the top level of a module (a test's own module is fine). Arguments and results are pickled.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from megafp8.fp8 import DelayedScaling, Linear, Quantized, QuantizedTensor, gemm, get_recipe
+from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, gemm, get_recipe
 from megafp8.params import Init, ParamSpec
 from megafp8.step import Phase, StepContext
 
@@ -495,63 +495,3 @@ def test_a_new_scale_makes_new_weight_bytes():
 def test_delayed_without_a_history_says_what_to_do():
     with pytest.raises(ValueError, match="DelayedScaling.of"):
         make("delayed")(data()[0])
-
-
-# Communication.
-
-
-class TwoRanksAlike:
-    """Sequence parallelism over two ranks that hold the same shard: gathers it twice, keeps half of what is reduced."""
-
-    def __init__(self):
-        self.calls = []
-
-    def gather_input(self, x):
-        self.calls.append("gather_input")
-        if isinstance(x, torch.Tensor):
-            return torch.cat([x, x])
-
-        def twice(s, dim):
-            raw = s.data.view(torch.uint8)
-            return None if s is None else type(s)(
-                torch.cat([raw, raw], dim).view(s.data.dtype), torch.cat([s.scale_inv] * 2, dim), s.tile, s.scale,
-                s.orientation)  # fmt: skip
-
-        return Quantized(
-            twice(x.rowwise, 0) if x.rowwise is not None else None,
-            twice(x.colwise, 1) if x.colwise is not None else None,
-        )
-
-    def reduce_output(self, y):
-        self.calls.append("reduce_output")
-        return y
-
-    def gather_grad_output(self, dy):
-        self.calls.append("gather_grad_output")
-        return dy
-
-    def reduce_grad_input(self, dx):
-        self.calls.append("reduce_grad_input")
-        return dx[: len(dx) // 2] + dx[len(dx) // 2 :]
-
-
-@pytest.mark.parametrize("name", [None, "blockwise"])
-def test_comm_plan_gathers_for_fprop_and_again_for_wgrad(name):
-    """A plan is asked in the order of the maths; the result is that of the gathered input; the bias is added once."""
-    m = 128
-    linear, plan = make(name), TwoRanksAlike()
-    planned = make(name, comm=plan)
-    shard, _ = data(m=m)
-    _, dy = data(m=2 * m, seed=5)
-    whole = torch.cat([shard.detach()] * 2).requires_grad_()
-    sinks = Sink(), Sink()
-    y = linear(whole, StepContext(grads=sinks[0]))
-    y.backward(dy)
-    z = planned(shard, StepContext(grads=sinks[1]))
-    assert plan.calls == ["gather_input", "reduce_output"]
-    z.backward(dy)
-    assert plan.calls[2:] == ["gather_grad_output", "gather_input", "reduce_grad_input"] or plan.calls[2:] == [
-        "gather_grad_output", "reduce_grad_input", "gather_input"]  # fmt: skip
-    assert error(z, y.double()) < 3e-3
-    assert torch.equal(sinks[0].buffer(linear.weight), sinks[1].buffer(planned.weight))
-    assert error(shard.grad, whole.grad[:m].double() + whole.grad[m:].double()) < 6e-3
