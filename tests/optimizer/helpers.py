@@ -16,16 +16,18 @@ SHAPES = {
 }
 
 
-def make_param(name, shape, *, decay=None, dtype=torch.bfloat16, expert=False, local_shape=(), seed=1, std=0.02):
+def make_param(
+    name, shape, *, decay=None, dtype=torch.bfloat16, expert=False, local_shape=(), seed=1, std=0.02, device="cpu"
+):
     """(spec, parameter) whose value is the rounded initial value, as core makes it."""
     decay = len(shape) > 1 if decay is None else decay
     init = Init("ones") if "norm" in name else Init("normal", std)
     spec = ParamSpec(name, shape, init, decay, local_shape=local_shape, expert=expert)
-    return spec, attach_spec(nn.Parameter(initial_value(spec, seed).to(dtype)), spec)
+    return spec, attach_spec(nn.Parameter(initial_value(spec, seed).to(device, dtype)), spec)
 
 
-def make_params(dtype=torch.bfloat16, shapes=SHAPES, seed=1):
-    return [make_param(name, shape, dtype=dtype, seed=seed) for name, shape in shapes.items()]
+def make_params(dtype=torch.bfloat16, shapes=SHAPES, seed=1, device="cpu"):
+    return [make_param(name, shape, dtype=dtype, seed=seed, device=device) for name, shape in shapes.items()]
 
 
 def make_optimizer(params=None, **options):
