@@ -20,14 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_args(argv)
         # Imported after the flags are checked: a mistake is told before torch takes its seconds to load.
-        from megafp8.plan.summary import dry_run
-        from megafp8.training.build import build_parts, pick_device
-        from megafp8.training.trainer import Trainer
-
         if config.train.dry_run:
+            from megafp8.plan.summary import dry_run
+
             print(dry_run(config))
             return 0
         from megafp8.parallel import ParallelContext
+        from megafp8.training.build import build_parts, pick_device
+        from megafp8.training.trainer import Trainer
 
         trainer = Trainer(build_parts(config, ParallelContext(), pick_device(config.train.device)))
     except ValueError as error:

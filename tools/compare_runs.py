@@ -135,7 +135,7 @@ def table(runs: list[Run], gaps: list[Gap]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories given as --log-dir; first = base")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="--log-dir of each run; the first is the base")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="names in table and picture (default: the paths)")
     parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to write (needs matplotlib)")
     parser.add_argument("--window", type=int, default=21, metavar="N", help="iterations of smoothing (default: 21)")

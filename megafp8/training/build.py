@@ -34,6 +34,11 @@ class Parts:
     schedule: Schedule
 
 
+def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str | int]:
+    """What a checkpoint says of its tokenizer, so that no run goes on with another one unnoticed."""
+    return {"type": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
+
+
 def pick_device(name: str) -> torch.device:
     """The device of `--device`; `auto` takes a GPU when there is one. Raises ValueError when there is none to take."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -64,7 +69,8 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     schedule = build_schedule(config)
     model = build_model(config, parallel, device)
-    decoupled = frozenset(model.embedding_and_head_names()) if config.optimizer.decoupled_lr is not None else frozenset()
+    ends = (model.embedding, model.lm_head) if config.optimizer.decoupled_lr is not None else ()
+    decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
     optimizer = build_optimizer(named_specs(model), config, parallel, decoupled=decoupled)
     return Parts(
         config, parallel, device, tokenizer, datasets, model, optimizer, DelayedScaling.of(model), schedule

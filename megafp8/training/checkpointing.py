@@ -21,7 +21,7 @@ from megafp8.checkpoint.resume import OPTIMIZER
 from megafp8.config import Config, diff
 from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
 from megafp8.params import StateItem
-from megafp8.training.build import Parts
+from megafp8.training.build import Parts, tokenizer_identity
 from megafp8.training.progress import Progress
 
 # What may differ between a run and its continuation without saying anything about the training.
@@ -59,7 +59,7 @@ class RunState:
 
     def load(self, found: Found) -> None:
         """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""
-        check_tokenizer(found, tokenizer_identity(self._parts))
+        check_tokenizer(found, tokenizer_identity(self._parts.tokenizer))
         checkpoint = self._parts.config.checkpoint
         tensors = load_found(
             found,
@@ -76,25 +76,26 @@ class RunState:
                 owner.load_state(tensors)
 
 
-def tokenizer_identity(parts: Parts) -> dict[str, Any]:
-    tokenizer = parts.tokenizer
-    return {"type": tokenizer.name, "vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-
-
 def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:
     """What run.json of a checkpoint says beside the tensors."""
     return {
         "progress": progress.to_json(),
         "schedule": schedule_to_json(parts.schedule),
-        "tokenizer": tokenizer_identity(parts),
+        "tokenizer": tokenizer_identity(parts.tokenizer),
         "args": parts.config.to_dict(),
     }
 
 
 def find_to_resume(config: Config) -> Found | None:
-    """The checkpoint that `--load` names, or None for a new run."""
+    """The checkpoint that `--load` names, or None for a new run. ValueError where the flags ask for one in vain."""
     checkpoint = config.checkpoint
-    return None if checkpoint.load is None else find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    found = None if checkpoint.load is None else find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    if found is None and checkpoint.exit_on_missing_checkpoint:
+        raise ValueError(
+            f"--exit-on-missing-checkpoint: --load {checkpoint.load} holds no checkpoint; give the directory of one, "
+            "or drop the flag to start anew"
+        )
+    return found
 
 
 def resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Schedule, list[str]]:

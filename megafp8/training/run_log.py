@@ -45,13 +45,15 @@ class RunLog:
         writes: bool,
         total_iterations: int,
         first_iteration: int = 0,
+        show_throughput: bool = False,
         progress: bool | None = None,
-        out: TextIO = sys.stdout,
+        out: TextIO | None = None,
     ) -> None:
-        """progress: show a bar; None shows one when `out` is a terminal."""
+        """show_throughput: TFLOPS on the console line; progress: show a bar (None: when `out` is a terminal)."""
         self.writes = writes
         self.total_iterations = total_iterations
-        self._out = out
+        self._show_throughput = show_throughput
+        self._out = out = out or sys.stdout
         self._jsonl = self._tensorboard = self._bar = None
         if not writes:
             return
@@ -84,7 +86,7 @@ class RunLog:
             return
         for line in lines:
             self._write(line, prefix="")
-        self.note(console_line(lines, self.total_iterations))
+        self.note(console_line(lines, self.total_iterations, self._show_throughput))
         if self._bar is not None:
             self._bar.n = lines[-1]["iteration"]
             self._bar.set_postfix_str(f"loss {lines[-1]['lm_loss']:.3f}", refresh=True)
@@ -117,7 +119,7 @@ class RunLog:
         self._bar = self._jsonl = self._tensorboard = None
 
 
-def console_line(lines: list[dict[str, Any]], total_iterations: int) -> str:
+def console_line(lines: list[dict[str, Any]], total_iterations: int, show_throughput: bool = False) -> str:
     """Megatron's line for an interval: the loss is the mean over its iterations that were not skipped."""
     last = lines[-1]
     losses = [line["lm_loss"] for line in lines if not line["skipped"] and math.isfinite(line["lm_loss"])]
@@ -126,7 +128,7 @@ def console_line(lines: list[dict[str, Any]], total_iterations: int) -> str:
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last['iteration']:8d}/{total_iterations:8d}",
         f"consumed samples: {last['consumed_samples']:12d}",
         f"elapsed time per iteration (ms): {last['elapsed_ms']:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {last['tflops_per_gpu']:.3g}",
+        *([f"throughput per GPU (TFLOP/s/GPU): {last['tflops_per_gpu']:.1f}"] if show_throughput else []),
         f"learning rate: {last['learning_rate']:.6E}",
         f"global batch size: {last['global_batch_size']:5d}",
         f"lm loss: {loss:.6E}",

@@ -58,6 +58,7 @@ class Trainer:
             writes=writes,
             total_iterations=self.total_iterations,
             first_iteration=self.progress.iteration,
+            show_throughput=logging.log_throughput,
         )
 
     def _total_iterations(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from pathlib import Path
 
@@ -34,10 +33,9 @@ def write_corpus(directory: Path, documents: int = 40, length: int = 400) -> Pat
     """Shakespeare's bytes as `documents` documents in Megatron's format; returns the prefix."""
     text = TEXT.read_bytes()
     prefix = directory / "corpus"
-    builder = IndexedDatasetBuilder(prefix, np.uint16)
-    for i in range(documents):
-        builder.add_document(np.array([*text[i * length : (i + 1) * length], EOD]))
-    builder.finalize()
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for i in range(documents):
+            builder.add_document(np.array([*text[i * length : (i + 1) * length], EOD]))
     return prefix
 
 
@@ -84,10 +82,9 @@ def metrics(directory: Path) -> tuple[list[dict], list[dict]]:
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by global name."""
-    index = json.loads((checkpoint / "index.json").read_text())
     found = {}
-    for file in sorted(name for name in index["files"] if name.endswith(".safetensors")):
-        with safe_open(checkpoint / file, framework="pt") as opened:
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - safe_open is no dict
                 assert key not in found
                 found[key] = opened.get_tensor(key)

@@ -12,14 +12,6 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def without(argv, *names):
-    kept = list(argv)
-    for name in names:
-        position = kept.index(name)
-        del kept[position : position + 2]
-    return kept
-
-
 def error_of(capsys, *argv) -> str:
     """The one line on stderr of a command that must exit with 2 before an iteration was run."""
     assert run(*argv) == 2
@@ -44,7 +36,7 @@ FLAG_MISTAKES = {
     "heads": (("--num-attention-heads", "5"), ("--num-attention-heads", "--hidden-size")),
     "misspelt flag": (("--hiden-size", "32"), ("--hiden-size", "--hidden-size")),
     "fp16": (("--fp16",), ("--fp16", "--bf16")),
-    "no documents": (("--split", "0,100,0"), ("training", "--split")),
+    "no documents": (("--split", "0,100,0"), ("train", "--split")),
     "no such checkpoint": (("--load", "nowhere", "--ckpt-step", "5"), ("--ckpt-step",)),
 }
 
@@ -70,10 +62,9 @@ def test_missing_and_truncated_data(corpus, tmp_path, capsys):
 
 
 def test_token_beyond_the_vocabulary(tmp_path, capsys):
-    builder = IndexedDatasetBuilder(tmp_path / "big", np.uint16)
-    for _ in range(20):
-        builder.add_document(np.array([1, 2, 300] * 40 + [EOD]))
-    builder.finalize()
+    with IndexedDatasetBuilder(tmp_path / "big", np.uint16) as builder:
+        for _ in range(20):
+            builder.add_document(np.array([1, 2, 300] * 40 + [EOD]))
     line = error_of(capsys, *flags(tmp_path / "big"))
     assert "300" in line
     assert "257" in line
