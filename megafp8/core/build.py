@@ -13,6 +13,9 @@ from megafp8.config.train import TrainConfig
 from megafp8.fp8 import Recipe
 from megafp8.parallel import Axis, ParallelContext
 
+OVERLAP_CHUNKS = 4
+"""Pieces of a linear's work under `--tp-comm-overlap`."""
+
 
 @dataclass(frozen=True)
 class RecomputePlan:
@@ -43,6 +46,7 @@ class BuildContext:
     """model: the architecture; dtype: of parameters and compute, FP32 or BF16.
 
     recipe_of: global name of a linear -> its recipe, None for high precision (`fp8.policy` decides).
+    comm_chunks: pieces into which tensor-parallel linears cut their work, to overlap it with communication.
     deterministic: only kernels with a deterministic backward.
     """
 
@@ -53,6 +57,7 @@ class BuildContext:
     recipe_of: Callable[[str], Recipe | None] = lambda name: None
     recompute: RecomputePlan = RecomputePlan()
     gemm_backend: str = "auto"
+    comm_chunks: int = 1
     deterministic: bool = False
 
     @property
@@ -67,6 +72,14 @@ class BuildContext:
     @property
     def sequence_parallel(self) -> bool:
         return self.parallel.sequence_parallel and self.tp.size > 1
+
+    def token_place(self, name: str) -> str:
+        """Where random numbers for the hidden states of module `name` are drawn: ranks with other tokens, others."""
+        return f"{name}/tp{self.tp.rank}" if self.sequence_parallel else name
+
+    def head_place(self, name: str) -> str:
+        """The same for values by attention head: ranks hold other heads."""
+        return f"{name}/tp{self.tp.rank}" if self.tp.size > 1 else name
 
     @property
     def output_std(self) -> float:
@@ -84,6 +97,7 @@ class BuildContext:
             parallel=parallel,
             recipe_of=recipe_of,
             gemm_backend=config.fp8.fp8_gemm_backend,
+            comm_chunks=OVERLAP_CHUNKS if config.parallel.tp_comm_overlap else 1,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
         )

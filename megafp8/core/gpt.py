@@ -124,10 +124,9 @@ def build_model(config: Config, parallel: ParallelContext, device: torch.device 
     """The model of a configuration whose vocabulary is known (`config.with_vocab_size`), initialized from `--seed`.
 
     On the "meta" device nothing is allocated or initialized.
-    Raises ValueError where the layout isn't built yet, and for a --keep-modules-in-bf16 that matches nothing.
+    Raises ValueError where the layout cuts a linear through its FP8 tiles, and for a --keep-modules-in-bf16 that
+    matches nothing.
     """
-    if parallel.tp.size > 1:
-        raise ValueError(f"--tensor-model-parallel-size {parallel.tp.size}: not yet; use 1")
     device = torch.device(device)
     recipe_of = policy.from_config(config)
     model = GPTModel(BuildContext.of(config, parallel, device, recipe_of))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megafp8.parallel import Axis
 from megafp8.params import ParamSpec, spec_of
 
 ALIGNMENT = 64
@@ -123,6 +124,7 @@ class GradBuffers:
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], layouts: tuple[BufferLayout, ...], device: torch.device):
+        self.layouts = layouts
         self.state = FlatState(layouts, {name: tuple(p.shape) for name, p in params.items()}, device)
         self._params = dict(params)
         self._ready: Counter[str] = Counter()
@@ -141,6 +143,26 @@ class GradBuffers:
         """Zeroes all gradients and counts, before the first microbatch of a step."""
         self.state.zero()
         self._ready.clear()
+
+    def sum_partial(self, specs: Mapping[str, ParamSpec], axis_name: str, axis: Axis) -> None:
+        """Sums, over one axis and in one message, the gradients of which each of its ranks has only a part.
+
+        specs: of all parameters by name; `grad_sum_over` says which gradients those are.
+        """
+        partial = [self.state.views[name] for name in sorted(specs) if axis_name in specs[name].grad_sum_over]
+        if axis.size == 1 or not partial:
+            return
+        packed = axis.sum_(torch.cat([view.flatten() for view in partial]))
+        for view, total in zip(partial, packed.split([view.numel() for view in partial]), strict=True):
+            view.copy_(total.view_as(view))
+
+    def sum_replicas(self, replicas: Axis, expert_replicas: Axis) -> None:
+        """Sums every gradient over the ranks that hold the same parameter: one FP32 all-reduce a buffer.
+
+        A parameter without a gradient takes part with zeros, so no rank waits for another.
+        """
+        for layout, flat in zip(self.layouts, self.state.flats, strict=True):
+            (expert_replicas if layout.expert else replicas).sum_(flat)
 
     def ready_count(self, name: str) -> int:
         """How many gradients of the parameter have arrived since `zero()`."""

@@ -1,7 +1,8 @@
 """Norms and zero counts over all parameters, the same in every layout.
 
 A norm is the root of FP64 partial sums of squares, one a parameter, added in the order of global names: which buffer
-or rank holds a parameter changes nothing. Nothing here waits for the device.
+or rank holds a parameter changes nothing. A parameter that is replicated over an axis is counted on its first rank,
+but is looked at on all of them, so that all ranks see a non-finite value alike. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megafp8.parallel import Axis
 from megafp8.params import ParamSpec, unpadded
 
 CHUNK = 1 << 20
@@ -28,24 +30,33 @@ def count_zeros(x: Tensor) -> Tensor:
 
 
 def per_parameter(
-    values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], measure: Callable[[Tensor], Tensor]
+    values: Mapping[str, Tensor],
+    specs: Mapping[str, ParamSpec],
+    measure: Callable[[Tensor], Tensor],
+    tp: Axis | None = None,
 ) -> Tensor:
-    """`measure` of every parameter's tensor without padding, as a vector in the order of global names.
+    """`measure` of every parameter's whole tensor without padding, as a vector in the order of global names.
 
-    Ranks that hold other parameters, or other parts of one, add up such vectors before they are summed: a parameter
-    that is replicated over an axis enters on one rank of it.
+    tp: the ranks that hold other parts of the parameters; their parts' measures are added.
     """
-    return torch.stack([measure(unpadded(values[name], specs[name])) for name in sorted(values)])
+    names, tp = sorted(values), tp or Axis()
+    measured = torch.stack([measure(unpadded(values[name], specs[name])) for name in names])
+    if tp.size == 1:
+        return measured
+    if tp.rank:
+        repeated = torch.tensor(["tp" in specs[name].replicated_over for name in names], device=measured.device)
+        measured = torch.where(repeated & measured.isfinite(), torch.zeros_like(measured), measured)
+    return tp.sum_(measured)
 
 
-def l2_norm(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> Tensor:
-    """FP64 scalar on the values' device: the L2 norm over all parameters."""
-    return per_parameter(values, specs, sum_of_squares).sum().sqrt()
+def l2_norm(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], tp: Axis | None = None) -> Tensor:
+    """FP64 scalar on the values' device: the L2 norm over all parameters, of all ranks of `tp`."""
+    return per_parameter(values, specs, sum_of_squares, tp).sum().sqrt()
 
 
-def num_zeros(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec]) -> Tensor:
+def num_zeros(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], tp: Axis | None = None) -> Tensor:
     """Int64 scalar: elements of all parameters that are exactly 0."""
-    return per_parameter(values, specs, count_zeros).sum()
+    return per_parameter(values, specs, count_zeros, tp).sum()
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:

@@ -1,8 +1,9 @@
 """Optimizer: FP32 masters and moments of all trained parameters, and the step that moves them.
 
 A step: gradient norm, clip coefficient and skip flag as device scalars -> one AdamW update a buffer segment -> the
-new weights, rounded from the masters. The host waits for nothing. This first version holds every master on every
-rank; sharding cuts the flat buffers and leaves the rest as it is.
+new weights, rounded from the masters. The host waits for nothing. Every data-parallel rank holds all masters of its
+model part and makes the same step from the same reduced gradients; sharding cuts the flat buffers and leaves the rest
+as it is.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Optimizer:
         *,
         seed: int,
         decoupled: frozenset[str] = frozenset(),
+        parallel: ParallelContext | None = None,
     ):
+        self.parallel = parallel or ParallelContext()
         self.weights = ModelWeights(params)
         self.options = options
         trained = {name: param for name, param in self.weights.params.items() if param.requires_grad}
@@ -92,6 +95,12 @@ class Optimizer:
         self.grads.zero()
 
     @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sums the gradients over the ranks that each have a part; call once, after the last microbatch of a step."""
+        self.grads.sum_partial(self._specs, "tp", self.parallel.tp)
+        self.grads.sum_replicas(self.parallel.dp_cp, self.parallel.edp)
+
+    @torch.no_grad()
     def step(
         self,
         *,
@@ -117,10 +126,11 @@ class Optimizer:
         """
         valid = self._scalar(valid_tokens)
         divisor = valid.clamp(min=1)
-        norm = l2_norm(self.grads.state.views, self._specs) / divisor
+        norm = l2_norm(self.grads.state.views, self._specs, self.parallel.tp) / divisor
         nan = ~torch.isfinite(norm)
         if loss is not None:
             nan |= ~torch.isfinite(loss.to(self._device)) & (valid > 0)
+        nan = self.parallel.everyone.max_(nan.int()).bool()  # all ranks skip, or none
         grad_scale = clip_coefficient(norm, self.options.clip_grad) / divisor
         self.step_count += ~nan
         self.skipped_count += nan
@@ -130,7 +140,7 @@ class Optimizer:
             grad_norm=norm,
             nan=nan,
             skipped=nan.clone(),
-            num_zeros=num_zeros(self.grads.state.views, self._specs) if with_num_zeros else None,
+            num_zeros=num_zeros(self.grads.state.views, self._specs, self.parallel.tp) if with_num_zeros else None,
             params_norm=self.params_norm() if with_params_norm else None,
         )
 
@@ -142,7 +152,7 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """FP64 scalar: L2 norm of the masters."""
-        return l2_norm(self.masters.views, self._specs)
+        return l2_norm(self.masters.views, self._specs, self.parallel.tp)
 
     def _update(self, lr: float, decoupled_lr: float, weight_decay: float, grad_scale: Tensor, *, skip: Tensor) -> None:
         o = self.options
@@ -205,10 +215,7 @@ def build_optimizer(
         params: every parameter of the model; those that require no gradient are only saved and loaded.
         decoupled: global names of the parameters that follow --decoupled-lr.
 
-    Raises ValueError when a flag asks for what this version can't do.
     """
-    if parallel.world_size > 1:
-        raise ValueError(f"training on {parallel.world_size} processes is not there yet: start one process")
     o = config.optimizer
     options = AdamWOptions(beta1=o.adam_beta1, beta2=o.adam_beta2, eps=o.adam_eps, clip_grad=o.clip_grad)
-    return Optimizer(params, options, seed=config.train.seed, decoupled=decoupled)
+    return Optimizer(params, options, seed=config.train.seed, decoupled=decoupled, parallel=parallel)

@@ -1,7 +1,8 @@
 """One optimizer step over the microbatches of a global batch, and one evaluation.
 
 The loss is the mean over all valid tokens of the global batch, whatever the microbatches: each microbatch's backward
-is of the SUM of its token losses, and the optimizer divides by the number of valid tokens of them all.
+is of the SUM of its token losses, and the optimizer divides by the number of valid tokens of them all. Losses, counts
+and gradients are summed over the data-parallel ranks once a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from megafp8.core.gpt import GPTModel
 from megafp8.data import Batch
+from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
+from megafp8.parallel import ParallelContext
 from megafp8.step import Phase, ScalingHistory, StepContext
 
 
@@ -22,7 +25,7 @@ from megafp8.step import Phase, ScalingHistory, StepContext
 class StepOutput:
     """Device scalars of a step, so that nothing waits for the device until they are read.
 
-    loss: FP32 mean over the valid tokens (NaN when there are none); valid_tokens: FP32 count.
+    loss: FP64 mean over the global batch's valid tokens (NaN when there are none); valid_tokens: their count, FP64.
     """
 
     loss: Tensor
@@ -51,9 +54,9 @@ def forward_backward(
     scaling: ScalingHistory | None,
     device: torch.device,
 ) -> StepOutput:
-    """Runs the microbatches and leaves the gradients of the summed loss in the optimizer's buffers."""
-    loss = torch.zeros((), dtype=torch.float32, device=device)
-    valid = torch.zeros((), dtype=torch.float32, device=device)
+    """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers."""
+    parallel = optimizer.parallel
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens
     for number, batch in enumerate(batches):
         batch = batch.to(device)
         step = StepContext(
@@ -61,25 +64,41 @@ def forward_backward(
             iteration=iteration,
             microbatch=number,
             seed=seed,
+            sample_group=parallel.dp.rank,
             grads=optimizer.grads,
             scaling=scaling,
         )
         microbatch_loss = loss_of(model, batch, step)
         microbatch_loss.backward()
-        loss += microbatch_loss.detach()
-        valid += batch.loss_mask.sum()
-    return StepOutput(loss / valid, valid)
+        totals += torch.stack([microbatch_loss.detach(), batch.loss_mask.sum()])
+    optimizer.reduce_gradients()
+    parallel.dp_cp.sum_(totals)
+    return StepOutput(totals[0] / totals[1], totals[1])
+
+
+def advance_scaling(scaling: DelayedScaling, parallel: ParallelContext) -> None:
+    """Ends a step of delayed scaling: amaxes of all tensors over all ranks that hold them, then new scales."""
+    for axis in (parallel.tp, parallel.dp_cp):
+        axis.max_(scaling.pending())
+    scaling.advance()
 
 
 @torch.no_grad()
 def evaluate(
-    model: GPTModel, batches: Iterator[Batch], *, count: int, scaling: ScalingHistory | None, device: torch.device
+    model: GPTModel,
+    batches: Iterator[Batch],
+    *,
+    count: int,
+    scaling: ScalingHistory | None,
+    device: torch.device,
+    parallel: ParallelContext | None = None,
 ) -> float:
-    """Mean loss over the valid tokens of the next `count` microbatches; nothing of the training state changes."""
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    valid = torch.zeros((), dtype=torch.float64, device=device)
+    """Mean loss over the valid tokens of every rank's next `count` microbatches; no training state changes."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens
     for _ in range(count):
         batch = next(batches).to(device)
-        loss += loss_of(model, batch, StepContext(phase=Phase.EVAL, scaling=scaling))
-        valid += batch.loss_mask.sum()
-    return (loss / valid).item()
+        loss = loss_of(model, batch, StepContext(phase=Phase.EVAL, scaling=scaling))
+        totals += torch.stack([loss, batch.loss_mask.sum()])
+    if parallel is not None:
+        parallel.dp_cp.sum_(totals)
+    return (totals[0] / totals[1]).item()

@@ -5,7 +5,7 @@ import torch
 
 from megafp8.config import build_config, with_vocab_size
 from megafp8.core.gpt import build_model
-from megafp8.parallel import Axis, ParallelContext
+from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs
 from megafp8.plan.shapes import parameter_count, parameters
 from megafp8.step import StepContext
@@ -97,8 +97,3 @@ def test_meta_device_allocates_nothing():
     model = build("meta", num_query_groups=None)
     assert all(p.is_meta for p in model.parameters())
     assert sum(spec.numel for spec, _ in named_specs(model)) == parameter_count(config())
-
-
-def test_tensor_parallelism_is_refused():
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size 2: not yet"):
-        build_model(config(), ParallelContext(tp=Axis(2, 0)), "cpu")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.mappings import sum_over
 from megafp8.core.tensor_parallel.specs import vocab_weight
 from megafp8.params import attach_spec
 from megafp8.step import StepContext
@@ -52,18 +53,29 @@ def lookup(weight: Tensor, ids: Tensor, step: StepContext | None) -> Tensor:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding, cut along the padded vocabulary.
+    """Word embedding, cut along the padded vocabulary: each rank looks up its own ids, and the parts are summed.
 
     Padding rows start at zero, are never looked up, and have a gradient of exactly zero.
     """
 
     def __init__(self, name: str, build: BuildContext) -> None:
         super().__init__()
+        self.tp, self.sequence_parallel = build.tp, build.sequence_parallel
         spec = vocab_weight(f"{name}.weight", build)
         self.weight = attach_spec(
             nn.Parameter(torch.empty(spec.local_shape, dtype=build.dtype, device=build.device)), spec
         )
 
     def forward(self, tokens: Tensor, step: StepContext | None) -> Tensor:
-        """tokens: int64 [T], ids below the logical vocabulary. Returns [T, h]."""
-        return lookup(self.weight, tokens, step)
+        """tokens: int64 [T], ids below the logical vocabulary.
+
+        Returns [T, h]; under sequence parallelism this rank's tokens, [T / tp, h].
+        """
+        if self.tp.size == 1:
+            return lookup(self.weight, tokens, step)
+        rows = self.weight.shape[0]
+        local = tokens - self.tp.rank * rows
+        here = (local >= 0) & (local < rows)
+        # Foreign ids add zeros to some row in backward: to many different ones, as equal ids are added in turn.
+        x = lookup(self.weight, torch.where(here, local, tokens % rows), step)
+        return sum_over(x.masked_fill(~here[:, None], 0.0), self.tp, scatter=self.sequence_parallel)

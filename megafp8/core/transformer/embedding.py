@@ -9,6 +9,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.embedding import VocabParallelEmbedding, lookup
 from megafp8.core.tensor_parallel.random import dropout
 from megafp8.core.tensor_parallel.specs import replicated
+from megafp8.parallel import Axis
 from megafp8.params import Init, attach_spec
 from megafp8.step import StepContext
 
@@ -19,7 +20,13 @@ class PositionEmbedding(nn.Module):
     def __init__(self, name: str, build: BuildContext) -> None:
         super().__init__()
         shape = (build.model.max_position_embeddings, build.model.hidden_size)
-        spec = replicated(f"{name}.weight", shape, Init("normal", build.model.init_method_std), decay=True)
+        spec = replicated(
+            f"{name}.weight",
+            shape,
+            Init("normal", build.model.init_method_std),
+            decay=True,
+            gradient_is_part=build.sequence_parallel,
+        )
         self.weight = attach_spec(nn.Parameter(torch.empty(shape, dtype=build.dtype, device=build.device)), spec)
 
     def forward(self, position_ids: Tensor, step: StepContext) -> Tensor:
@@ -32,14 +39,16 @@ class Embedding(nn.Module):
 
     def __init__(self, name: str, build: BuildContext) -> None:
         super().__init__()
-        self.name, self.dropout = name, build.model.hidden_dropout
+        self.place, self.dropout = build.token_place(name), build.model.hidden_dropout
+        self.tokens = build.tp if build.sequence_parallel else Axis()
         self.word_embeddings = VocabParallelEmbedding(f"{name}.word_embeddings", build)
         learned = build.model.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(f"{name}.position_embeddings", build) if learned else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor, step: StepContext) -> Tensor:
-        """tokens, position_ids: int64 [T]; returns [T, hidden]."""
+        """tokens, position_ids: int64 [T]; returns [T, hidden], or this rank's part of the tokens."""
         x = self.word_embeddings(tokens, step)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(position_ids, step)
-        return dropout(x, self.dropout, step, self.name)
+            start, stop = self.tokens.split(position_ids.shape[0])
+            x = x + self.position_embeddings(position_ids[start:stop], step)
+        return dropout(x, self.dropout, step, self.place)

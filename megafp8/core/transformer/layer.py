@@ -25,7 +25,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
         super().__init__()
-        self.name, self.dropout = name, build.model.hidden_dropout
+        self.places = build.token_place(f"{name}.attention"), build.token_place(f"{name}.mlp")
+        self.dropout = build.model.hidden_dropout
         self.recompute_mlp = "mlp" in build.recompute.modules
         self.remake_norms = "layernorm" in build.recompute.modules and not recomputed
         self.input_norm = hidden_norm(f"{name}.input_norm", build)
@@ -36,9 +37,9 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
         y = _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
-        x = x + dropout(y, self.dropout, step, f"{self.name}.attention")
+        x = x + dropout(y, self.dropout, step, self.places[0])
         y = recomputed(self._mlp, step, x) if self.recompute_mlp else self._mlp(x, step)
-        return x + dropout(y, self.dropout, step, f"{self.name}.mlp")
+        return x + dropout(y, self.dropout, step, self.places[1])
 
     def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
         remake = self.remake_norms and not self.recompute_mlp
