@@ -123,11 +123,13 @@ def _multiply(
         raise ValueError(f"gemm backend 'cublaslt': {reason}: use 'auto'")
     if backend != "reference" and not reason:
         return scaled_mm.matmul(a, b, bias, out_dtype)
-    if a.scale is Scale.E8M0:
+    product = reference.matmul
+    if a.scale is Scale.E8M0 and backend != "reference":
         _say_emulated(device.type)
+        product = reference.matmul_emulated if device.type == "cuda" else product
     if bias is None:
-        return reference.matmul(a, b, out_dtype)
-    return reference.matmul(a, b).add_(bias).to(out_dtype)
+        return product(a, b, out_dtype)
+    return product(a, b).add_(bias).to(out_dtype)
 
 
 @cache

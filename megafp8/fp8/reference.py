@@ -284,12 +284,28 @@ def matmul(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype = to
     """`A [M, K] @ B [N, K].T` of stored operands whose tiles run along K.
 
     One FP32 product of the dequantized operands: those are exact under power-of-two scales and rounded once
-    under FP32 scales, so the result is within 1e-6 (Frobenius) of FP64. A BF16 result of operands that are exact
-    in BF16 comes from a BF16 product where that is faster: it too adds in FP32 and rounds once.
+    under FP32 scales, so the result is within 1e-6 (Frobenius) of FP64. On CPUs with BF16 matrix instructions a BF16
+    result of operands that are exact in BF16 comes from a BF16 product, which too adds in FP32 and rounds once. On
+    GPUs, where FP32 products may run in TF32, the product is FP64.
     """
-    if out_dtype == torch.bfloat16 and a.data.device.type == "cpu" and _fast_bf16() and _in_bf16(a) and _in_bf16(b):
-        return a.dequantize(torch.bfloat16) @ b.dequantize(torch.bfloat16).t()
-    return (a.dequantize() @ b.dequantize().t()).to(out_dtype)
+    on_cpu = a.data.device.type == "cpu"
+    if on_cpu and out_dtype == torch.bfloat16 and _fast_bf16():
+        x, y = _exact_bf16(a), _exact_bf16(b)
+        if x is not None and y is not None:
+            return x @ y.t()
+    dtype = torch.float32 if on_cpu else torch.float64
+    return (a.dequantize(dtype) @ b.dequantize(dtype).t()).to(out_dtype)
+
+
+def matmul_emulated(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same product from a GPU's BF16 tensor cores, for formats that it has no instructions for.
+
+    Operands that are not exact in BF16 are multiplied by `matmul`. Waits for the device.
+    """
+    x, y = _exact_bf16(a), _exact_bf16(b)
+    if x is None or y is None:
+        return matmul(a, b, out_dtype)
+    return torch.mm(x, y.t(), out_dtype=out_dtype)
 
 
 @cache
@@ -299,12 +315,16 @@ def _fast_bf16() -> bool:
     return bool(capabilities.get("amx_bf16"))
 
 
-def _in_bf16(storage: QuantizedStorage) -> bool:
-    """Whether the dequantized values are normal BF16 numbers or zero: their scales are powers of two in range."""
-    if storage.scale is Scale.FP32:
-        return False
+def _exact_bf16(storage: QuantizedStorage) -> Tensor | None:
+    """The dequantized values in BF16, None where that would round them (or make subnormals, which CPUs flush)."""
+    if storage.scale is Scale.FP32 or storage.data.numel() == 0:
+        return None
     low, high = decode_scale(storage.scale_inv).aminmax()
-    return bool(low >= 2.0**-100) and bool(high <= 2.0**100)
+    if low >= 2.0**-100 and high <= 2.0**100:
+        return storage.dequantize(torch.bfloat16)
+    magnitude = storage.dequantize().abs()  # a tile of zeros has the smallest scale, and is exact
+    tiny = (magnitude < 2.0**-110) & (magnitude > 0)
+    return None if bool((tiny | (magnitude > 2.0**110)).any()) else storage.dequantize(torch.bfloat16)
 
 
 def matmul_promoted(a: QuantizedStorage, b: QuantizedStorage) -> Tensor:

@@ -110,9 +110,11 @@ def gemm_layout(scale_inv: Tensor, tile: Tile) -> Tensor:
         return scale_inv
     rows, cols = scale_inv.shape
     step = _ALIGN_BYTES // scale_inv.element_size()
+    contiguous, padded = (0, 1) if tile.kind == "1d" else (1, 0)
+    if scale_inv.stride(contiguous) == 1 and scale_inv.stride(padded) == -(-scale_inv.shape[contiguous] // step) * step:
+        return scale_inv
     if tile.kind == "1d":
-        padded = scale_inv.new_zeros(cols, -(-rows // step) * step)
-        view = padded[:, :rows].t()
+        view = scale_inv.new_zeros(cols, -(-rows // step) * step)[:, :rows].t()
     else:
         view = scale_inv.new_zeros(rows, -(-cols // step) * step)[:, :cols]
     return view.copy_(scale_inv)

@@ -199,3 +199,24 @@ def test_mxfp8_says_once_that_it_is_emulated(caplog):
         for _ in range(3):
             gemm.fprop(x.rowwise, w.rowwise)
     assert [r.message for r in caplog.records if "emulated" in r.message] == [caplog.records[0].message]
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("magnitude", [0.0, 2.0**-125, 1.0, 2.0**118])
+def test_bf16_products_stand_in_only_where_they_are_exact(name, magnitude, monkeypatch):
+    """Rows of zeros (an MXFP8 scale of 2^-127), and values that BF16 would round, flush or overflow."""
+    recipe = RECIPES[name]
+    values = random(48, 256).float()
+    values[:8] = 0
+    values[8:16] *= magnitude
+    x = recipe.quantizer("input").quantize(values)
+    w = recipe.quantizer("weight").quantize(random(32, 256, seed=8))
+    exact = reference._exact_bf16(x.rowwise)
+    assert (exact is not None) == (magnitude in (0.0, 1.0))
+    if exact is not None:
+        assert torch.equal(exact.float(), x.dequantize())
+    monkeypatch.setattr(reference, "_fast_bf16", lambda: True)
+    expected = fp64(x, "rowwise") @ fp64(w, "rowwise").t()
+    y = gemm.fprop(x.rowwise, w.rowwise).double()
+    for rows in (slice(0, 16), slice(16, 48)):
+        assert (y[rows] - expected[rows]).norm() <= 3e-3 * expected[rows].norm()
