@@ -336,3 +336,25 @@ def test_bad_inputs_are_refused():
         quantizer.quantize(torch.zeros(2, 2), rowwise=False)
     with pytest.raises(ValueError, match="amax="):
         quantizer.quantize(torch.zeros(2, 2), scale=torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", ["normal", "nonfinite"])
+@pytest.mark.parametrize("shape", [(600, 173), (513, 33), (256, 4096)])
+@ALL_SPECS
+def test_working_in_chunks_changes_nothing(spec, shape, kind, monkeypatch):
+    """Large operands are worked on a few rows at a time on CPUs: bytes, scales, amaxes and values are the same."""
+    x, quantizer = inputs(kind, *shape, torch.bfloat16), Quantizer(spec)
+
+    def results():
+        amaxes = quantizer.amax(x), quantizer.amax(x, "colwise")
+        both = quantizer.quantize(x, colwise=True)
+        given = quantizer.quantize(x, colwise=True, amax=2 * amaxes[0], amax_colwise=2 * amaxes[1])
+        storages = [both.rowwise, both.colwise, given.rowwise, given.colwise]
+        if spec.tile.kind == "tensor":
+            storages.append(quantizer.quantize(x, scale=torch.tensor([3.0])).rowwise)
+        return *amaxes, *(t for s in storages for t in (raw(s.data), raw(s.scale_inv), s.dequantize().nan_to_num(7.0)))
+
+    monkeypatch.setattr(reference, "_CHUNK", 1 << 40)
+    whole = results()
+    monkeypatch.setattr(reference, "_CHUNK", 2048)
+    assert all(torch.equal(a, b) for a, b in zip(whole, results(), strict=True))

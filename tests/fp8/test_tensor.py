@@ -223,9 +223,19 @@ def test_transpose_swaps_the_orientations(quantizer):
 def test_other_operations_use_the_values(quantizer):
     q = make(quantizer)
     plain = q.dequantize(torch.bfloat16)
-    for operation in (lambda x: x + 1, lambda x: x.sum(), lambda x: x @ values().t(), lambda x: x.view(-1), lambda x: x[3],
-                      lambda x: x[::2], lambda x: x.float(), lambda x: torch.cat([x, x]), lambda x: x.abs().max(),
-                      lambda x: x.view(256, 12, 16)):  # fmt: skip
+    operations = [
+        lambda x: x + 1,
+        lambda x: x.sum(),
+        lambda x: x @ values().t(),
+        lambda x: x.view(-1),
+        lambda x: x.view(256, 12, 16),
+        lambda x: x[3],
+        lambda x: x[::2],
+        lambda x: x.float(),
+        lambda x: x.abs().max(),
+        lambda x: torch.cat([x, x]),
+    ]
+    for operation in operations:
         result = operation(q)
         assert type(result) is torch.Tensor
         assert torch.equal(result.bfloat16(), operation(plain).bfloat16())
