@@ -1,6 +1,25 @@
 """GPTModel: embedding, transformer block, final norm, LM head and loss, assembled from the parts.
 
 tokens [b, s] -> hidden states [T, h], T = b * s, batch-major -> logits [T, padded vocabulary] -> losses [T]
+
+Global names of the parameters; N, E and K are the numbers of a layer, an expert and a depth, from 0:
+
+    embedding.{word_embeddings, position_embeddings}.weight, final_norm.{weight, bias}, lm_head.weight
+    layers.N.{input_norm, mlp_norm}.{weight, bias}
+    layers.N.attention.{qkv, proj}.{weight, bias}, .{q_norm, k_norm}.{weight, bias}   per head
+    layers.N.mlp.{fc1, fc2}.{weight, bias}
+  multi-head latent attention, in place of qkv, q_norm and k_norm (without --q-lora-rank: q_proj for q_down, q_up):
+    layers.N.attention.q_down.weight [q rank, h], .q_norm.weight [q rank], .q_up.weight [heads (nope + rope), q rank]
+    layers.N.attention.q_proj.weight [heads (nope + rope), h]
+    layers.N.attention.kv_down.weight [kv rank + rope, h], .kv_norm.weight [kv rank],
+    layers.N.attention.kv_up.weight [heads (nope + v), kv rank]; rotated channels are neighbours, as DeepSeek's files
+  mixture of experts, in place of mlp.fc1 and mlp.fc2:
+    layers.N.mlp.router.weight [experts, h], .router.expert_bias [experts] (no parameter: FP32 state of the model)
+    layers.N.mlp.experts.E.{fc1, fc2}.weight, layers.N.mlp.shared_experts.{fc1, fc2}.weight
+    layers.N.mlp.shared_experts.gate.weight [1, h]
+  multi-token prediction; embedding and LM head are the model's own:
+    mtp.K.{embedding_norm, hidden_norm, final_norm}.{weight, bias}, mtp.K.eh_proj.weight [h, 2h]   [embedding; hidden]
+    mtp.K.layer.*                                     a transformer layer, of the kind of the last one
 """
 
 from __future__ import annotations
