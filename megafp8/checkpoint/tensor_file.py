@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,19 +85,31 @@ def write_bytes(path: Path, data: bytes) -> FileRecord:
     return out.record()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes a new safetensors file and syncs it. One tensor at a time is copied to the host. Raises OSError."""
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    load: Callable[[str], Tensor] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> FileRecord:
+    """Writes a new safetensors file and syncs it. One tensor at a time is copied to the host. Raises OSError.
+
+    load: gives a tensor by name when its turn comes; `tensors` then only say dtypes and shapes (device "meta").
+    metadata: texts for the header's `__metadata__`.
+    """
     ordered = sorted(tensors.items(), key=lambda kv: (-kv[1].element_size(), kv[0]))  # wide first: all stay aligned
     with synced_file(path) as out:
-        out.write(_header(ordered))
-        for _, tensor in ordered:
-            for block in _blocks(tensor):
+        out.write(_header(ordered, metadata))
+        for name, tensor in ordered:
+            content = tensor if load is None else load(name)
+            assert (content.dtype, content.shape) == (tensor.dtype, tensor.shape), name
+            for block in _blocks(content):
                 out.write(block)
     return out.record()
 
 
-def _header(tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    header: dict[str, Any] = {}
+def _header(tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name, tensor in tensors:
         end = offset + tensor.numel() * tensor.element_size()
