@@ -17,7 +17,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,40 @@ class Index:
 
 
 def dump_index(index: Index) -> bytes:
-    body = {
+    """The content of index.json; `read_index` reads it back."""
+    body = index_to_json(index)
+    return json.dumps({"crc32": _crc32(body), "index": body}, separators=(",", ":")).encode()
+
+
+def index_to_json(index: Index) -> dict[str, Any]:
+    return {
         "format": "megafp8",
         "version": VERSION,
         "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in sorted(index.files.items())},
         "tensors": {name: _tensor_to_json(record) for name, record in sorted(index.tensors.items())},
     }
-    return json.dumps({"crc32": _crc32(body), "index": body}, separators=(",", ":")).encode()
+
+
+def index_from_json(body: dict[str, Any]) -> Index:
+    """Checks everything; ValueError, KeyError, TypeError or AttributeError for what `index_to_json` never wrote."""
+    if body["format"] != "megafp8" or body["version"] != VERSION:
+        raise ValueError(f"format {body['format']!r} version {body['version']!r} is not megafp8 version {VERSION}")
+    files = {_file_name(name): _file_from_json(record) for name, record in body["files"].items()}
+    return Index(files, {name: _tensor_from_json(name, record, files) for name, record in body["tensors"].items()})
+
+
+def merge_indexes(indexes: Iterable[Index]) -> Index:
+    """The index of what several ranks have written: a tensor's parts are those of all of them."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for index in indexes:
+        assert not files.keys() & index.files.keys(), "two ranks wrote one file"
+        files.update(index.files)
+        for name, new in index.tensors.items():
+            old = tensors.get(name)
+            assert old is None or (old.dtype, old.shape) == (new.dtype, new.shape), name
+            tensors[name] = new if old is None else TensorRecord(old.dtype, old.shape, old.parts + new.parts)
+    return Index(files, tensors)
 
 
 def read_index(directory: Path) -> Index:
@@ -80,16 +107,12 @@ def read_index(directory: Path) -> Index:
         body = content["index"]
         if content["crc32"] != _crc32(body):
             raise ValueError("its checksum is wrong")
-        if body["format"] != "megafp8" or body["version"] != VERSION:
-            raise ValueError(f"format {body['format']!r} version {body['version']!r} is not megafp8 version {VERSION}")
-        files = {_file_name(name): _file_from_json(record) for name, record in body["files"].items()}
-        tensors = {name: _tensor_from_json(name, record, files) for name, record in body["tensors"].items()}
+        return index_from_json(body)
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing: {directory} is not a complete checkpoint") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedFileError(f"{path} is damaged or not an index of megafp8: {reason}") from None
-    return Index(files, tensors)
 
 
 def _crc32(body: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""Saving a checkpoint: files of this rank, then the index of all, then one rename.
+"""Saving a checkpoint: every rank writes its share into a partial directory, then rank 0 writes the index of all and
+renames.
 
 Owners' `state()` gives the items; the first component of a name picks the file (`model/...` goes to
-`model-00000.safetensors`). With several ranks each one writes its files into the shared partial directory, rank 0
-merges their records into the index and publishes; this version has one rank.
+`model-00000.safetensors`, with the rank's number). What several ranks hold alike is written by one of them. With more
+than one rank, `--save` must be a directory that all of them see.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ import json
 import logging
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import megafp8
 from megafp8.checkpoint.directory import (
@@ -28,19 +27,24 @@ from megafp8.checkpoint.directory import (
     publish,
     remove,
 )
-from megafp8.checkpoint.index import INDEX_FILE, RUN_FILE, Index, Part, TensorRecord, dump_index
+from megafp8.checkpoint.index import (
+    INDEX_FILE,
+    RUN_FILE,
+    Index,
+    Part,
+    TensorRecord,
+    dump_index,
+    index_from_json,
+    index_to_json,
+    merge_indexes,
+)
+from megafp8.checkpoint.ranks import Held, exchange, share_out, together
 from megafp8.checkpoint.tensor_file import FileRecord, write_bytes, write_tensors
+from megafp8.parallel import ParallelContext
 from megafp8.params import StateItem
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """What one rank has written."""
-
-    files: dict[str, FileRecord]
-    tensors: dict[str, TensorRecord]
+ONE_RANK = ParallelContext()
 
 
 def save_checkpoint(
@@ -50,71 +54,80 @@ def save_checkpoint(
     metadata: Mapping[str, Any],
     *,
     retain_interval: int | None = None,
+    parallel: ParallelContext = ONE_RANK,
 ) -> Path | None:
     """Saves `<save>/iter_<iteration>/` and points `<save>/latest` at it; an existing one of that iteration is replaced.
 
-    Killed at any moment, it leaves every checkpoint that was complete before, or the new one.
+    Every rank calls it. Killed at any moment, it leaves every checkpoint that was complete before, or the new one.
 
     Args:
-        items: global name -> part of a tensor, from the owners' `state()`; names are `<group>/...`.
+        items: global name -> this rank's part of a tensor, from the owners' `state()`; names are `<group>/...`.
         metadata: JSON values for run.json (arguments, consumed samples and tokens, tokenizer, schedule, data state);
-            the iteration and library versions are added.
+            the iteration and library versions are added; rank 0's counts.
         retain_interval: delete the checkpoint that was the latest before, unless its iteration is a multiple of this.
 
-    Returns the checkpoint's directory, or None when the disk refused (full, gone, read-only): that is logged, what
-    was written is removed, and training goes on.
+    Returns the checkpoint's directory, or None on every rank when the disk refused one (full, gone, read-only): that
+    is logged, what was written is removed, and training goes on.
     """
     save = Path(save)
+    partial = save / (PARTIAL + iteration_name(iteration))
+    run = json.dumps({**metadata, "iteration": iteration, "versions": versions()}, indent=1).encode() + b"\n"
     try:
-        save.mkdir(parents=True, exist_ok=True)
-        clean(save)
-        previous = latest_iteration(save)
-        _write(save / (PARTIAL + iteration_name(iteration)), iteration, items, metadata)
-        directory = publish(save, iteration)
+        previous, *_ = together(parallel, lambda: _prepare(save, partial) if parallel.is_first else None)
+        share = share_of(items, parallel)
+        written = together(parallel, lambda: index_to_json(write_rank_files(partial, parallel.rank, share)))
+        together(parallel, lambda: _finish(save, iteration, written, run) if parallel.is_first else None)
     except OSError as error:
-        log.error("checkpoint of iteration %d was not saved in %s: %s", iteration, save, error)
-        discard_partial(save, iteration)
+        if parallel.is_first:
+            log.error("checkpoint of iteration %d was not saved in %s: %s", iteration, save, error)
+            discard_partial(save, iteration)
         return None
-    if retain_interval is not None and previous not in (None, iteration) and previous % retain_interval:
+    superseded = retain_interval is not None and previous not in (None, iteration) and previous % retain_interval
+    if parallel.is_first and superseded:
         _try_remove(save, previous)
-    return directory
+    return save / iteration_name(iteration)
 
 
-def _write(directory: Path, iteration: int, items: Mapping[str, StateItem], metadata: Mapping[str, Any]) -> None:
-    directory.mkdir()
-    records = [write_rank_files(directory, 0, items)]
-    run = {**metadata, "iteration": iteration, "versions": versions()}
-    run_record = write_bytes(directory / RUN_FILE, json.dumps(run, indent=1).encode() + b"\n")
-    index = merge_records(records)
-    write_bytes(directory / INDEX_FILE, dump_index(Index({**index.files, RUN_FILE: run_record}, index.tensors)))
+def _prepare(save: Path, partial: Path) -> int | None:
+    """Makes the partial directory; returns the latest iteration saved before."""
+    save.mkdir(parents=True, exist_ok=True)
+    clean(save)
+    previous = latest_iteration(save)
+    partial.mkdir()
+    return previous
 
 
-def write_rank_files(directory: Path, rank: int, items: Mapping[str, StateItem]) -> RankRecord:
-    """Writes one rank's `<group>-<rank>.safetensors` files. Raises OSError."""
+def share_of(items: Mapping[str, StateItem], parallel: ParallelContext) -> dict[str, StateItem]:
+    """The items that this rank writes, of those it holds."""
+    mine = [Held(name, item.box, item.tensor.numel() * item.tensor.element_size()) for name, item in items.items()]
+    everyone = exchange(parallel, mine)
+    held = [[Held(name, tuple(map(tuple, box)), size) for name, box, size in parts] for parts in everyone]
+    share = share_out(held)[parallel.rank]
+    return {name: item for name, item in items.items() if (name, item.box) in share}
+
+
+def write_rank_files(directory: Path, rank: int, items: Mapping[str, StateItem]) -> Index:
+    """Writes one rank's `<group>-<rank>.safetensors` files and returns what is in them. Raises OSError."""
     groups: dict[str, dict[str, StateItem]] = {}
     for name, item in items.items():
         groups.setdefault(group_of(name), {})[name] = item
-    files, tensors = {}, {}
-    for group, members in sorted(groups.items()):
-        file = f"{group}-{rank:05d}.safetensors"
-        content: dict[str, Tensor] = {name: item.tensor for name, item in members.items()}
-        files[file] = write_tensors(directory / file, content)
-        for name, item in members.items():
-            tensors[name] = TensorRecord(item.tensor.dtype, tuple(item.shape), (Part(file, name, item.box),))
-    return RankRecord(files, tensors)
-
-
-def merge_records(records: list[RankRecord]) -> Index:
-    """The index of what several ranks have written: a tensor's parts are those of all of them."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    for record in records:
-        files.update(record.files)
-        for name, new in record.tensors.items():
-            old = tensors.get(name)
-            assert old is None or (old.dtype, old.shape) == (new.dtype, new.shape), name
-            tensors[name] = new if old is None else TensorRecord(old.dtype, old.shape, old.parts + new.parts)
+    for group, members in sorted(groups.items()):
+        file = f"{group}-{rank:05d}.safetensors"
+        files[file] = write_tensors(directory / file, {name: item.tensor for name, item in members.items()})
+        for name, item in members.items():
+            tensors[name] = TensorRecord(item.tensor.dtype, tuple(item.shape), (Part(file, name, item.box),))
     return Index(files, tensors)
+
+
+def _finish(save: Path, iteration: int, written: list[dict[str, Any]], run: bytes) -> None:
+    """Writes run.json and the index of all ranks' files, and publishes."""
+    partial = save / (PARTIAL + iteration_name(iteration))
+    index = merge_indexes(index_from_json(body) for body in written)
+    files = {**index.files, RUN_FILE: write_bytes(partial / RUN_FILE, run)}
+    write_bytes(partial / INDEX_FILE, dump_index(Index(files, index.tensors)))
+    publish(save, iteration)
 
 
 def group_of(name: str) -> str:

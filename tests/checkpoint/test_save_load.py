@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megafp8.checkpoint import DamagedFileError, load_checkpoint, save_checkpoint
-from megafp8.checkpoint.index import Index, dump_index, read_index
-from megafp8.checkpoint.save import merge_records, write_rank_files
+from megafp8.checkpoint.index import Index, dump_index, merge_indexes, read_index
+from megafp8.checkpoint.save import write_rank_files
 from megafp8.checkpoint.tensor_file import write_bytes
 from megafp8.params import StateItem
 from tests.checkpoint.helpers import SHAPES, assert_equal_items, make_items, poisoned
@@ -83,7 +83,7 @@ def test_any_layout_loads_any_other(tmp_path, saving, loading):
     rng = random.Random(saving * 10 + loading)
     items = make_items()
     records = [write_rank_files(tmp_path, rank, part) for rank, part in enumerate(shard(items, saving, rng))]
-    write_bytes(tmp_path / "index.json", dump_index(merge_records(records)))
+    write_bytes(tmp_path / "index.json", dump_index(merge_indexes(records)))
     for part in shard(items, loading, rng):
         wanted = poisoned(part)
         load_checkpoint(tmp_path, wanted, ignored=("optimizer/step",))
