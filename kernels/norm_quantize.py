@@ -14,67 +14,75 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .language import gl, jit
 from .quantize import BLOCK, Stored, allocate, pointers, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import NORM_COLUMNS, norm_rows_config
-from .quantize_device import emit_colwise, emit_rowwise, nonfinite_to_nan, tile_rows
-from .quantize_tiles import tile_origin
+from .quantize_device import (
+    emit_colwise,
+    emit_rowwise,
+    nonfinite_to_nan,
+    tile_layout,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+)
 
 if TYPE_CHECKING:
     from .quantize import Spec
 
 
-@triton.jit
-def normalize(x, rstd, weight, weight_offset, dtype: tl.constexpr):
-    return ((x * rstd[:, None]) * (weight + weight_offset)[None, :]).to(dtype)
-
-
-@triton.jit
+@jit
 def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, T, H, stride_t, row_scale_ld, eps,
-                     weight_offset, epsilon, FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr,
-                     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
-    t0 = tl.program_id(0).to(tl.int64) * BLOCK_T
-    rows = t0 + tl.arange(0, BLOCK_T)
-    cols = tl.arange(0, BLOCK_H).to(tl.int64)
-    mask = (rows[:, None] < T) & (cols[None, :] < H)
-    x = tl.load(x_ptr + rows[:, None] * stride_t + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    mean_square = tl.sum(x * x, axis=1) / H
-    rstd = tl.div_rn(tl.zeros_like(mean_square) + 1.0, tl.sqrt_rn(mean_square + eps))
-    tl.store(rstd_ptr + rows, rstd, mask=rows < T)
-    y = normalize(x, rstd, weight, weight_offset, x_ptr.dtype.element_ty)
-    if y_ptr is not None:
-        tl.store(y_ptr + rows[:, None] * H + cols[None, :], y, mask=mask)
-    if row_ptr is not None:
-        emit_rowwise(nonfinite_to_nan(y.to(tl.float32)), rows, t0, cols, 0, row_ptr, row_scale_ptr, None,
-                     row_scale_ld, epsilon, T, H, FMAX, B, SCALE, False, BLOCK_T, BLOCK_H, 1)
+                     weight_offset, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+                     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Walks over rows, the weight in registers; the next row is on its way while this one is worked on."""
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L)).to(gl.int64)
+    cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L)).to(gl.int64)
+    weight = gl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(gl.float32) + weight_offset
+    first = gl.program_id(0).to(gl.int64) * BLOCK_M
+    step = gl.num_programs(0).to(gl.int64) * BLOCK_M
+    ptrs = x_ptr + tile_offsets(rows + first, cols, stride_t, 1)
+    x_next = gl.load(ptrs, mask=tile_mask(rows + first, cols, T, H), other=0.0)
+    for t0 in range(first, T, step):
+        x = x_next.to(gl.float32)
+        t = rows + t0
+        ptrs += step * stride_t
+        x_next = gl.load(ptrs, mask=tile_mask(t + step, cols, T, H), other=0.0)
+        mean_square = gl.sum(x * x, axis=1) / H
+        rstd = gl.div_rn(mean_square * 0.0 + 1.0, gl.sqrt_rn(mean_square + eps))
+        gl.store(rstd_ptr + t, rstd, mask=t < T)
+        y = ((x * rstd[:, None]) * weight[None, :]).to(x_ptr.dtype.element_ty)
+        if y_ptr is not None:
+            gl.store(y_ptr + tile_offsets(t, cols, H, 1), y, mask=tile_mask(t, cols, T, H))
+        if row_ptr is not None:
+            emit_rowwise(nonfinite_to_nan(y.to(gl.float32)), t, t0, cols, 0, row_ptr, row_scale_ptr, None,
+                         row_scale_ld, epsilon, T, H, FMAX, B, SCALE, False, BLOCK_M, BLOCK_K)
 
 
-@triton.jit
+@jit
 def norm_columns_kernel(x_ptr, weight_ptr, rstd_ptr, col_ptr, col_scale_ptr, T, H, stride_t, col_scale_ld,
-                        weight_offset, epsilon, FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr,
-                        EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr,
-                        STAGES: tl.constexpr):
-    tiles = tl.cdiv(T, BLOCK_M) * tl.cdiv(H, BLOCK_K)
-    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        t0, h0 = tile_origin(tiles - 1 - i, H, BLOCK_M, BLOCK_K)
-        rows = tile_rows(t0, BLOCK_M, J)
-        cols = h0 + tl.arange(0, BLOCK_K)
-        ptrs = x_ptr + rows[:, None] * stride_t + cols[None, :]
-        if EVEN:
-            x = tl.load(ptrs).to(tl.float32)
-            weight = tl.load(weight_ptr + cols).to(tl.float32)
-            rstd = tl.load(rstd_ptr + rows)
-        else:
-            x = tl.load(ptrs, mask=(rows[:, None] < T) & (cols[None, :] < H), other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-            rstd = tl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
-        y = normalize(x, rstd, weight, weight_offset, x_ptr.dtype.element_ty)
-        emit_colwise(nonfinite_to_nan(y.to(tl.float32)), t0, cols, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B,
-                     epsilon, T, T, H, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, J)
+                        weight_offset, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+                        EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                        C: gl.constexpr, W: gl.constexpr):
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
+    rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    cols = h0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
+    if EVEN:
+        x = gl.load(ptrs).to(gl.float32)
+        weight = gl.load(weight_ptr + cols).to(gl.float32) + weight_offset
+        rstd = gl.load(rstd_ptr + rows)
+    else:
+        x = gl.load(ptrs, mask=tile_mask(rows, cols, T, H), other=0.0).to(gl.float32)
+        weight = gl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(gl.float32) + weight_offset
+        rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
+    y = ((x * rstd[:, None]) * weight[None, :]).to(x_ptr.dtype.element_ty)
+    emit_colwise(nonfinite_to_nan(y.to(gl.float32)), t0, h0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B,
+                 epsilon, T, T, H, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class NormQuantized(NamedTuple):
@@ -95,17 +103,15 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
     """
     _check(x, weight, spec)
     T, H = x.shape
-    args = spec_arguments(spec)
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     y = torch.empty(T, H, dtype=x.dtype, device=x.device) if high_precision else None
     row = allocate(T, H, spec, x.device) if rowwise else None
     col = None
     if T:
         config = norm_rows_config(H)
-        norm_rows_kernel[(triton.cdiv(T, config.block_m),)](
+        norm_rows_kernel[config.grid(T, 1, x.device)](
             x, weight, rstd, y, *pointers(row), T, H, x.stride(0), scale_ld(row), eps, weight_offset,
-            tile_epsilon(spec), BLOCK_T=config.block_m, BLOCK_H=config.block_k, num_warps=config.num_warps,
-            **args)
+            tile_epsilon(spec), **spec_arguments(spec), **config.options())
     if colwise:
         col = norm_columns_quantize(x, weight, rstd, spec, weight_offset=weight_offset)
     return NormQuantized(row, col, rstd, y)
@@ -120,8 +126,7 @@ def norm_columns_quantize(x: Tensor, weight: Tensor, rstd: Tensor, spec: Spec, *
         config = NORM_COLUMNS
         norm_columns_kernel[config.grid(T, H, x.device)](
             x, weight, rstd, *pointers(col), T, H, x.stride(0), scale_ld(col), weight_offset, tile_epsilon(spec),
-            EVEN=config.even(T, H), **config.constants(), **spec_arguments(spec),
-            **config.options())
+            EVEN=config.even(T, H), **spec_arguments(spec), **config.options())
     return col
 
 

@@ -115,7 +115,7 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
         out = torch.empty(1, dtype=torch.float32, device=x.device)
         partials = _partial_amaxes(x)
         finish_amax_kernel[(1,)](
-            partials, out, partials.numel(), PARTIALS=triton.next_power_of_2(partials.numel()), num_warps=4
+            partials, out, partials.numel(), PARTIALS=triton.next_power_of_2(partials.numel()), W=4, num_warps=4
         )
         return out
     block = tile.block
@@ -126,7 +126,7 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
         wanted = orientation if tile.kind == "1d" else "square"
         tile_amax_kernel[(-(-M // BLOCK) * -(-K // BLOCK),)](
             x, *(out if wanted == w else None for w in ("rowwise", "colwise", "square")), M, K, *x.stride(), B=block,
-            BLOCK=BLOCK, num_warps=8,
+            BLOCK=BLOCK, R=4, C=16, W=8, num_warps=8,
         )
     return out.t() if tile.kind == "1d" or orientation == "colwise" else out
 
@@ -138,7 +138,7 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     quantize_1d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
-        **config.constants(), **spec_arguments(spec), **config.options(),
+        **spec_arguments(spec), **config.options(),
     )
 
 
@@ -149,7 +149,7 @@ def _quantize_2d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     quantize_2d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), *pointers(col), amax.contiguous() if amax is not None else None, noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
-        **config.constants(), **spec_arguments(spec), **config.options(),
+        **spec_arguments(spec), **config.options(),
     )
 
 
@@ -163,13 +163,12 @@ def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None
         x = x.view(1, -1)
     config = CAST if x.shape[0] == 1 and col is None else CAST_TRANSPOSED
     count = partials.numel() if partials is not None else 0
-    row_ptr, col_ptr = (stored[0] if stored else None for stored in (row, col))
+    row_ptr, col_ptr = pointers(row)[0], pointers(col)[0]
     scale_invs = [stored[1] for stored in (row, col) if stored]
     cast_kernel[config.grid(*x.shape, x.device)](
         x, row_ptr, col_ptr, partials, scale, scale_invs[0], amax_out, noop, *x.shape, *x.stride(), count,
         tile_epsilon(spec), FMAX=spec.format.fmax, SCALE=_SCALE_KINDS[spec.scale.value],
-        PARTIALS=triton.next_power_of_2(max(count, 1)), EVEN=config.even(*x.shape), **config.constants(),
-        **config.options(),
+        PARTIALS=triton.next_power_of_2(max(count, 1)), EVEN=config.even(*x.shape), **config.options(),
     )
 
 
@@ -182,18 +181,17 @@ def _partial_amaxes(x: Tensor) -> Tensor:
     grid = config.grid(*x.shape, x.device)
     partials = torch.empty(grid[0], dtype=torch.float32, device=x.device)
     amax_kernel[grid](
-        x, partials, *x.shape, *x.stride(), EVEN=config.even(*x.shape), BLOCK_M=config.block_m,
-        BLOCK_K=config.block_k, STAGES=config.stages, **config.options(),
+        x, partials, *x.shape, *x.stride(), EVEN=config.even(*x.shape), **config.options(),
     )
     return partials
 
 
 def pointers(stored: Stored | None) -> tuple[Tensor | None, Tensor | None]:
-    """(data, scale_inv) as kernel arguments: E8M0 scales as their bytes."""
+    """(data, scale_inv) as kernel arguments: FP8 data and E8M0 scales as their bytes."""
     if stored is None:
         return None, None
     data, scale_inv = stored
-    return data, scale_inv.view(torch.uint8) if scale_inv.dtype == torch.float8_e8m0fnu else scale_inv
+    return data.view(torch.uint8), scale_inv.view(torch.uint8) if scale_inv.dtype != torch.float32 else scale_inv
 
 
 def _is_transposed(x: Tensor) -> bool:

@@ -12,116 +12,138 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from .language import gl, jit, layout_of
 from .quantize import Stored, allocate, allocate_scales, pointers, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import GROUPED, TRANSPOSE
-from .quantize_device import emit_colwise, emit_rowwise, load_tile, nonfinite_to_nan, store_transposed, tile_rows
-from .quantize_tiles import tile_origin
+from .quantize_device import (
+    emit_colwise,
+    emit_rowwise,
+    load_tile,
+    nonfinite_to_nan,
+    store_transposed_bytes,
+    tile_layout,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+)
 
 if TYPE_CHECKING:
     from .quantize import Spec
 
 
-@triton.jit
+@jit
 def decode_scale(scale):
     """FP32 of a stored scale: itself, or an E8M0 code (0 is 2^-127, 255 is NaN)."""
-    if scale.dtype == tl.uint8:
-        code = scale.to(tl.int32)
-        bits = tl.where(code == 0, 0x400000, tl.where(code == 255, 0x7FC00000, code << 23))
-        value = bits.to(tl.float32, bitcast=True)
+    if scale.dtype == gl.uint8:
+        code = scale.to(gl.int32)
+        bits = gl.where(code == 0, 0x400000, gl.where(code == 255, 0x7FC00000, code << 23))
+        value = bits.to(gl.float32, bitcast=True)
     else:
         value = scale
     return value
 
 
-@triton.jit
-def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m_end, cols, k0, K, stride_m,
-                        stride_k, B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+@jit
+def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m0, m_end, cols, k0, K, stride_m,
+                        stride_k, B: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """Rowwise bytes dequantized to FP32 (exact under power-of-two scales)."""
-    G: tl.constexpr = BLOCK_K // B
-    mask = (rows[:, None] < m_end) & (cols[None, :] < K)
-    ptrs = ptr + rows[:, None] * stride_m + cols[None, :] * stride_k
-    q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    g = k0 // B + tl.arange(0, G)
-    scale = tl.load(scale_ptr + rows[:, None] * scale_stride_m + g[None, :] * scale_stride_k,
-                    mask=(rows[:, None] < m_end) & (g[None, :] < tl.cdiv(K, B)), other=0)
-    x = tl.reshape(q, (BLOCK_M, G, B)) * decode_scale(scale)[:, :, None]
-    return nonfinite_to_nan(tl.reshape(x, (BLOCK_M, BLOCK_K)))
+    G: gl.constexpr = BLOCK_K // B
+    ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
+    q = gl.load(ptrs, mask=tile_mask(rows, cols, m_end, K), other=0.0).to(gl.float32)
+    q = gl.reshape(q, (BLOCK_M, G, B))
+    SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(q))
+    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
+    b = k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES))
+    scale = gl.load(scale_ptr + tile_offsets(m, b, scale_stride_m, scale_stride_k),
+                    mask=tile_mask(m, b, m_end, gl.cdiv(K, B)), other=0)
+    x = gl.reshape(q * gl.expand_dims(decode_scale(scale), 2), (BLOCK_M, BLOCK_K))
+    return nonfinite_to_nan(gl.convert_layout(x, layout_of(ptrs)))
 
 
-@triton.jit
-def find_expert(offsets_ptr, tile, experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, B: tl.constexpr):
+@jit
+def find_expert(offsets_ptr, tile, experts, EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr, B: gl.constexpr,
+                W: gl.constexpr):
     """(first row of this register tile, its expert's last row + 1, its first scale block); empty past the end."""
-    e = tl.arange(0, EXPERTS)
-    first = tl.load(offsets_ptr + e, mask=e < experts, other=0).to(tl.int64)
-    last = tl.load(offsets_ptr + e + 1, mask=e < experts, other=0).to(tl.int64)
+    e = gl.arange(0, EXPERTS, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    first = gl.load(offsets_ptr + e, mask=e < experts, other=0).to(gl.int64)
+    last = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0).to(gl.int64)
     tiles = (last - first + BLOCK_M - 1) // BLOCK_M
     blocks = (last - first + B - 1) // B
-    tile_ends = tl.cumsum(tiles, axis=0)
-    mine = e == tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
-    local = tile - tl.sum(tl.where(mine, tile_ends - tiles, 0), axis=0)
-    m_end = tl.sum(tl.where(mine, last, 0), axis=0)
-    m0 = tl.sum(tl.where(mine, first, 0), axis=0) + local * BLOCK_M
-    first_block = tl.sum(tl.where(mine, tl.cumsum(blocks, axis=0) - blocks, 0), axis=0) + local * (BLOCK_M // B)
+    tile_ends = gl.associative_scan(tiles, 0, add)
+    block_ends = gl.associative_scan(blocks, 0, add)
+    mine = e == gl.sum((tile_ends <= tile).to(gl.int32), axis=0)
+    local = tile - gl.sum(gl.where(mine, tile_ends - tiles, 0), axis=0)
+    m_end = gl.sum(gl.where(mine, last, 0), axis=0)
+    m0 = gl.sum(gl.where(mine, first, 0), axis=0) + local * BLOCK_M
+    first_block = gl.sum(gl.where(mine, block_ends - blocks, 0), axis=0) + local * (BLOCK_M // B)
     return m0, m_end, first_block
 
 
-@triton.jit
+@jit
+def add(a, b):
+    return a + b
+
+
+@jit
 def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, experts, M, K,
                    stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
-                   FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, EXPERTS: tl.constexpr,
-                   ALIGNMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr):
+                   FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EXPERTS: gl.constexpr,
+                   ALIGNMENT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                   C: gl.constexpr, W: gl.constexpr):
     """One register tile; the grid covers as many row tiles as M rows of `experts` experts can need."""
-    k0 = (tl.program_id(0) % tl.cdiv(K, BLOCK_K)).to(tl.int64) * BLOCK_K
-    tile = tl.program_id(0) // tl.cdiv(K, BLOCK_K)
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    k0 = (gl.program_id(0) % gl.cdiv(K, BLOCK_K)).to(gl.int64) * BLOCK_K
+    tile = (gl.program_id(0) // gl.cdiv(K, BLOCK_K)).to(gl.int64)
     if offsets_ptr is None:
-        m0, m_end, first_block = tile.to(tl.int64) * BLOCK_M, M, tile.to(tl.int64) * (BLOCK_M // B)
+        m0, m_end, first_block = tile * BLOCK_M, M, tile * (BLOCK_M // B)
     else:
-        m0, m_end, first_block = find_expert(offsets_ptr, tile, experts, EXPERTS, BLOCK_M, B)
-        m0 = tl.multiple_of(m0, ALIGNMENT)
-        m_end = tl.multiple_of(m_end, ALIGNMENT)
+        m0, m_end, first_block = find_expert(offsets_ptr, tile, experts, EXPERTS, BLOCK_M, B, W)
+        m0 = gl.multiple_of(m0, ALIGNMENT)
+        m_end = gl.multiple_of(m_end, ALIGNMENT)
     if m0 >= m_end:
         return
-    rows = tile_rows(m0, BLOCK_M, J)
-    cols = k0 + tl.arange(0, BLOCK_K)
+    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     if x_scale_ptr is not None:
-        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_stride_m, x_scale_stride_k, rows, m_end, cols, k0, K,
+        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_stride_m, x_scale_stride_k, rows, m0, m_end, cols, k0, K,
                                 stride_m, stride_k, B, BLOCK_M, BLOCK_K)
     else:
         x = load_tile(x_ptr, rows, cols, m_end, K, stride_m, stride_k, False)
     if row_ptr is not None:
         emit_rowwise(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, m_end, K, FMAX, B,
-                     SCALE, False, BLOCK_M, BLOCK_K, J)
-    emit_colwise(x, m0, cols, col_ptr, col_scale_ptr, None, col_scale_ld, first_block, epsilon, M, m_end, K, FMAX, B,
-                 SCALE, False, BLOCK_M, BLOCK_K, J)
+                     SCALE, False, BLOCK_M, BLOCK_K)
+    emit_colwise(x, m0, k0, col_ptr, col_scale_ptr, None, col_scale_ld, first_block, epsilon, M, m_end, K, FMAX, B,
+                 SCALE, False, BLOCK_M, BLOCK_K, R, C, W)
 
 
-@triton.jit
-def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-                     BLOCK_K: tl.constexpr, J: tl.constexpr):
-    m0, k0 = tile_origin(tl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows = tile_rows(m0, BLOCK_M, J)
-    cols = k0 + tl.arange(0, BLOCK_K)
-    ptrs = x_ptr + rows[:, None] * stride_m + cols[None, :] * stride_k
+@jit
+def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
+    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    ptrs = x_ptr + tile_offsets(rows, cols, stride_m, stride_k)
     if EVEN:
-        q = tl.load(ptrs)
+        q = gl.load(ptrs)
     else:
-        q = tl.load(ptrs, mask=(rows[:, None] < M) & (cols[None, :] < K), other=0)
-    store_transposed(out_ptr, q, m0, cols, M, M, K, EVEN, BLOCK_M, BLOCK_K, J)
+        q = gl.load(ptrs, mask=tile_mask(rows, cols, M, K), other=0)
+    store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN, BLOCK_M, BLOCK_K, W)
 
 
-@triton.jit
-def blockwise_to_mxfp8_kernel(scale_ptr, code_ptr, rows, columns, scale_stride_r, scale_stride_c,
-                              code_stride_r, code_stride_c, ROW_REPEAT: tl.constexpr, BLOCK: tl.constexpr):
+@jit
+def blockwise_to_mxfp8_kernel(scale_ptr, code_ptr, rows, columns, scale_stride_r, scale_stride_c, code_stride_r,
+                              code_stride_c, ROW_REPEAT: gl.constexpr, BLOCK: gl.constexpr, W: gl.constexpr):
     """code[r, c] = exponent of scale_inv[r // ROW_REPEAT, c // 4], for `columns` codes a row."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [W], [0]))
+    i += gl.program_id(0).to(gl.int64) * BLOCK
     r, c = i % rows, i // rows
     mask = c < columns
-    scale = tl.load(scale_ptr + (r // ROW_REPEAT) * scale_stride_r + (c // 4) * scale_stride_c, mask=mask, other=1.0)
-    code = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    tl.store(code_ptr + r * code_stride_r + c * code_stride_c, code.to(tl.uint8), mask=mask)
+    scale = gl.load(scale_ptr + (r // ROW_REPEAT) * scale_stride_r + (c // 4) * scale_stride_c, mask=mask, other=1.0)
+    code = (scale.to(gl.int32, bitcast=True) >> 23) & 0xFF
+    gl.store(code_ptr + r * code_stride_r + c * code_stride_c, code.to(gl.uint8), mask=mask)
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: Spec, offsets: Tensor | None = None,
@@ -169,7 +191,7 @@ def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool,
             x, scale, *pointers(row), *pointers((data, scale_inv)), offsets, experts, M, K, *x.stride(),
             *(x_scale.stride() if x_scale is not None else (0, 0)), scale_ld(row), scale_ld((data, scale_inv)),
             tile_epsilon(spec), EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment,
-            BLOCK_M=config.block_m, BLOCK_K=config.block_k, J=config.j, **spec_arguments(spec), **config.options())
+            **spec_arguments(spec), **config.options())
     return row, (data, scale_inv)
 
 
@@ -181,7 +203,7 @@ def transpose(data: Tensor) -> Tensor:
         config = TRANSPOSE
         transpose_kernel[config.grid(M, K, data.device)](
             data.view(torch.uint8), out.view(torch.uint8), M, K, *data.stride(), EVEN=config.even(M, K),
-            BLOCK_M=config.block_m, BLOCK_K=config.block_k, J=config.j, **config.options())
+            **config.options())
     return out
 
 
@@ -194,5 +216,5 @@ def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Any) -> Stored:
         raw = codes.view(torch.uint8)
         blockwise_to_mxfp8_kernel[(triton.cdiv(rows * columns, 1024),)](
             scale_inv, raw, rows, columns, *scale_inv.stride(), *raw.stride(),
-            ROW_REPEAT=128 if tile.kind == "2d" else 1, BLOCK=1024)
+            ROW_REPEAT=128 if tile.kind == "2d" else 1, BLOCK=1024, W=4, num_warps=4)
     return data, codes

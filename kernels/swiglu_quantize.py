@@ -11,130 +11,149 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from .language import INTERPRETED, gl, jit
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import SWIGLU_BOTH, SWIGLU_GRAD, SWIGLU_ROWS
-from .quantize_device import emit_colwise, emit_rowwise, nonfinite_to_nan, tile_rows
-from .quantize_tiles import tile_origin
+from .quantize_device import (
+    emit_colwise,
+    emit_rowwise,
+    nonfinite_to_nan,
+    tile_layout,
+    tile_mask,
+    tile_offsets,
+    tile_origin,
+)
 
 if TYPE_CHECKING:
     from .quantize import Spec
 
 
-@triton.jit
+@jit
+def exp2_fast(x):
+    """2^x for x <= 0 by the special-function unit; results below 2^-126 are zero."""
+    if INTERPRETED:
+        y = gl.exp2(x)
+    else:
+        y = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return y
+
+
+@jit
+def reciprocal_fast(x):
+    """1 / x for x between 1 and 2, within an ulp of FP32."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return y
+
+
+@jit
 def sigmoid_parts(gate):
-    """(root, r) with sigmoid(gate) = root^2 * r, sigmoid(-gate) = other^2 * r, where root = 1 for gate >= 0.
+    """(e, r) with e^2 = exp(-|gate|), r = 1 / (1 + e^2): sigmoid is r for gate >= 0, else e^2 * r.
 
-    `e = exp(-|gate|)` underflows in FP32 past 87 although BF16 results do not: its square root does not.
+    `exp(-|gate|)` underflows in FP32 past 87 although BF16 results do not: its square root does not.
     """
-    e = tl.exp(tl.abs(gate) * -0.5)
-    return e, 1.0 / (1.0 + e * e)
+    e = exp2_fast(gl.abs(gate) * -0.7213475204444817)  # log2(e) / 2
+    return e, reciprocal_fast(e * e + 1.0)
 
 
-@triton.jit
+@jit
 def swiglu(gate, up):
     e, r = sigmoid_parts(gate)
-    root = tl.where(gate >= 0, 1.0, e)
+    root = gl.where(gate >= 0, 1.0, e)
     return (gate * root * r) * (up * root)
 
 
-@triton.jit
+@jit
 def swiglu_grad(dy, gate, up):
     """(d gate, d up, y) of y = silu(gate) * up."""
     e, r = sigmoid_parts(gate)
-    root = tl.where(gate >= 0, 1.0, e)
-    other = tl.where(gate >= 0, e, 1.0)
+    root = gl.where(gate >= 0, 1.0, e)
+    other = gl.where(gate >= 0, e, 1.0)
     silu = (gate * root * r) * root
     y = (gate * root * r) * (up * root)
     d_gate = (dy * root) * (up * root) * (r * (1.0 + gate * (other * other * r)))
     return d_gate, dy * silu, y
 
 
-@triton.jit
+@jit
+def load_f32(ptrs, mask, EVEN: gl.constexpr):
+    if EVEN:
+        x = gl.load(ptrs)
+    else:
+        x = gl.load(ptrs, mask=mask, other=0.0)
+    return x.to(gl.float32)
+
+
+@jit
 def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, F, stride_t, row_scale_ld,
-                  col_scale_ld, epsilon, FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr):
-    tiles = tl.cdiv(T, BLOCK_M) * tl.cdiv(F, BLOCK_K)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        t0, f0 = tile_origin(t, F, BLOCK_M, BLOCK_K)
-        rows = tile_rows(t0, BLOCK_M, J)
-        cols = f0 + tl.arange(0, BLOCK_K)
-        mask = (rows[:, None] < T) & (cols[None, :] < F)
-        ptrs = x_ptr + rows[:, None] * stride_t + cols[None, :]
-        if EVEN:
-            gate = tl.load(ptrs).to(tl.float32)
-            up = tl.load(ptrs + F).to(tl.float32)
-        else:
-            gate = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(ptrs + F, mask=mask, other=0.0).to(tl.float32)
-        y = swiglu(gate, up).to(x_ptr.dtype.element_ty)
-        if y_ptr is not None:
-            tl.store(y_ptr + rows[:, None] * F + cols[None, :], y, mask=mask)
-        y = nonfinite_to_nan(y.to(tl.float32))
-        if row_ptr is not None:
-            emit_rowwise(y, rows, t0, cols, f0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, F, FMAX, B,
-                         SCALE, EVEN, BLOCK_M, BLOCK_K, J)
-        if col_ptr is not None:
-            emit_colwise(y, t0, cols, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F, FMAX, B,
-                         SCALE, EVEN, BLOCK_M, BLOCK_K, J)
+                  col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
+                  BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    cols = f0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    mask = tile_mask(rows, cols, T, F)
+    ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
+    y = swiglu(load_f32(ptrs, mask, EVEN), load_f32(ptrs + F, mask, EVEN)).to(x_ptr.dtype.element_ty)
+    if y_ptr is not None:
+        gl.store(y_ptr + tile_offsets(rows, cols, F, 1), y, mask=mask)
+    y = nonfinite_to_nan(y.to(gl.float32))
+    if col_ptr is not None:
+        emit_colwise(y, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    if row_ptr is not None:
+        emit_rowwise(y, rows, t0, cols, f0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, F, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K)
 
 
-@triton.jit
-def emit_half(d, dtype: tl.constexpr, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-              T, F2, row_scale_ld, col_scale_ld, epsilon, FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr,
-              EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, J: tl.constexpr):
+@jit
+def emit_half(d, dtype: gl.constexpr, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+              T, F2, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+              EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+              W: gl.constexpr):
     """One half (gate or up) of d(fc1 output), whose columns in [T, 2f] are `cols`.
 
     Its tiles are tiles of the whole [T, 2f] only if f is a multiple of 128; otherwise the host asks for dx alone.
     """
     d = d.to(dtype)
     if dx_ptr is not None:
-        tl.store(dx_ptr + rows[:, None] * F2 + cols[None, :], d, mask=mask)
-    d = nonfinite_to_nan(d.to(tl.float32))
+        gl.store(dx_ptr + tile_offsets(rows, cols, F2, 1), d, mask=mask)
+    d = nonfinite_to_nan(d.to(gl.float32))
+    if col_ptr is not None:
+        emit_colwise(d, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F2, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K, R, C, W)
     if row_ptr is not None:
         emit_rowwise(d, rows, t0, cols, f0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, F2, FMAX, B, SCALE,
-                     EVEN, BLOCK_M, BLOCK_K, J)
-    if col_ptr is not None:
-        emit_colwise(d, t0, cols, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F2, FMAX, B,
-                     SCALE, EVEN, BLOCK_M, BLOCK_K, J)
+                     EVEN, BLOCK_M, BLOCK_K)
 
 
-@triton.jit
+@jit
 def swiglu_grad_kernel(dy_ptr, x_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, y_col_ptr,
                        y_col_scale_ptr, T, F, stride_dy, stride_x, row_scale_ld, col_scale_ld, y_scale_ld, epsilon,
-                       y_epsilon, FMAX: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, Y_FMAX: tl.constexpr,
-                       Y_B: tl.constexpr, Y_SCALE: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-                       BLOCK_K: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr):
-    dtype: tl.constexpr = dy_ptr.dtype.element_ty
-    tiles = tl.cdiv(T, BLOCK_M) * tl.cdiv(F, BLOCK_K)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        t0, f0 = tile_origin(t, F, BLOCK_M, BLOCK_K)
-        rows = tile_rows(t0, BLOCK_M, J)
-        cols = f0 + tl.arange(0, BLOCK_K)
-        mask = (rows[:, None] < T) & (cols[None, :] < F)
-        dy_ptrs = dy_ptr + rows[:, None] * stride_dy + cols[None, :]
-        x_ptrs = x_ptr + rows[:, None] * stride_x + cols[None, :]
-        if EVEN:
-            dy = tl.load(dy_ptrs).to(tl.float32)
-            gate = tl.load(x_ptrs).to(tl.float32)
-            up = tl.load(x_ptrs + F).to(tl.float32)
-        else:
-            dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
-            gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(x_ptrs + F, mask=mask, other=0.0).to(tl.float32)
-        d_gate, d_up, y = swiglu_grad(dy, gate, up)
-        if y_col_ptr is not None:
-            y = nonfinite_to_nan(y.to(dtype).to(tl.float32))
-            emit_colwise(y, t0, cols, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B, y_epsilon, T, T, F,
-                         Y_FMAX, Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, J)
-        emit_half(d_gate, dtype, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
-                  2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, J)
-        emit_half(d_up, dtype, mask, rows, t0, cols + F, f0 + F, dx_ptr, row_ptr, row_scale_ptr, col_ptr,
-                  col_scale_ptr, T, 2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K,
-                  J)
+                       y_epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, Y_FMAX: gl.constexpr,
+                       Y_B: gl.constexpr, Y_SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    dtype: gl.constexpr = dy_ptr.dtype.element_ty
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
+    cols = f0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    mask = tile_mask(rows, cols, T, F)
+    x_ptrs = x_ptr + tile_offsets(rows, cols, stride_x, 1)
+    dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
+    d_gate, d_up, y = swiglu_grad(dy, load_f32(x_ptrs, mask, EVEN), load_f32(x_ptrs + F, mask, EVEN))
+    if y_col_ptr is not None:
+        y = nonfinite_to_nan(y.to(dtype).to(gl.float32))
+        emit_colwise(y, t0, f0, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B, y_epsilon, T, T, F, Y_FMAX,
+                     Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_gate, dtype, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
+              2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_up, dtype, mask, rows, t0, cols + F, f0 + F, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
+              2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class SwigluQuantized(NamedTuple):
@@ -169,7 +188,7 @@ def swiglu_quantize(x: Tensor, spec: Spec, *, rowwise: bool = True, colwise: boo
     if T and F:
         swiglu_kernel[config.grid(T, F, x.device)](
             x, y, *pointers(row), *pointers(col), T, F, x.stride(0), scale_ld(row), scale_ld(col),
-            tile_epsilon(spec), EVEN=config.even(T, F), **config.constants(), **spec_arguments(spec),
+            tile_epsilon(spec), EVEN=config.even(T, F), **spec_arguments(spec),
             **config.options())
     return SwigluQuantized(row, col, y)
 
@@ -197,7 +216,7 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor, spec: Spec, *, rowwise: bool = T
         swiglu_grad_kernel[config.grid(T, F, x.device)](
             dy, x, dx, *pointers(row), *pointers(col), *pointers(y_col), T, F, dy.stride(0),
             x.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col), tile_epsilon(spec),
-            tile_epsilon(y_spec or spec), EVEN=config.even(T, F), **config.constants(), **spec_arguments(spec),
+            tile_epsilon(y_spec or spec), EVEN=config.even(T, F), **spec_arguments(spec),
             **y_args, **config.options())
     if not fused:
         row, col = quantize(dx, spec, rowwise, colwise)

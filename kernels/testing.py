@@ -23,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -76,7 +77,8 @@ def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> triton.compile
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = binder(*launch.args, **kwargs)
     options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    source = ASTSource(kernel, signature, constexprs, attrs)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constexprs, attrs)
     return triton.compile(source, target=target, options=options.__dict__)
 
 
@@ -114,7 +116,7 @@ def fix_interpreter() -> None:
     """
     import ml_dtypes
     import triton.language as tl
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter, jit
 
     numpy_types = {
         tl.bfloat16: ml_dtypes.bfloat16,
@@ -144,6 +146,12 @@ def fix_interpreter() -> None:
     def maximum_of_numbers(self, x, y):
         return interpreter.TensorHandle(np.fmax(x.data, y.data), x.dtype.scalar)
 
+    normalize_type = jit._normalize_ty
+
+    def normalize_gluon_type(annotation):
+        return normalize_type(annotation.removeprefix("gl.") if isinstance(annotation, str) else annotation)
+
+    jit._normalize_ty = normalize_gluon_type  # else `gl.constexpr` is not recognized
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_maxnumf = maximum_of_numbers
     interpreter.InterpreterBuilder.create_fma = fused_multiply_add
