@@ -124,14 +124,16 @@ def _multiply(
     if backend != "reference" and not reason:
         return scaled_mm.matmul(a, b, bias, out_dtype)
     product = reference.matmul
-    if a.scale is Scale.E8M0 and backend != "reference":
-        _say_emulated(device.type)
-        product = reference.matmul_emulated if device.type == "cuda" else product
+    if backend != "reference" and device.type == "cuda":
+        _say_emulated(reason)
+        product = reference.matmul_emulated
+    elif backend != "reference" and a.scale is Scale.E8M0:
+        _say_emulated("this device has no MXFP8 GEMM")
     if bias is None:
         return product(a, b, out_dtype)
     return product(a, b).add_(bias).to(out_dtype)
 
 
 @cache
-def _say_emulated(device_type: str) -> None:
-    log.warning("MXFP8 GEMMs are emulated on %s: operands are decoded and multiplied in high precision", device_type)
+def _say_emulated(reason: str) -> None:
+    log.warning("FP8 GEMMs are emulated, operands decoded and multiplied in high precision: %s", reason)

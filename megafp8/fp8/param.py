@@ -1,15 +1,16 @@
 """Weight: owns the stored bytes of a linear's weight, the FP8 copies derived from them, and their version.
 
 Writers (optimizer, load, fallback) call `write_shard()` and then `publish()`, which drops every derived copy at once,
-so no path leaves one orientation new and the other stale. Code that knows nothing of this class (any PyTorch
-optimizer, `load_state_dict`) writes the parameter in place; PyTorch counts that in the parameter's version, which is
-compared too. Only a write through `param.data` escapes both: call `publish()` after it.
+so no path leaves one orientation new and the other stale. Code that knows nothing of this class writes the parameter
+in place: PyTorch counts that in the parameter's version, which is compared too, except for fused optimizers, whose
+steps are announced by a hook. Only a write through `param.data` escapes all of this: call `publish()` after it.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8 import gemm
 from megafp8.fp8.recipe import Recipe
@@ -100,3 +101,15 @@ class Weight:
     def nbytes(self) -> int:
         """Bytes of the derived copies held now."""
         return sum(copy.nbytes for copy in self._copies.values())
+
+
+def _publish_after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+    """`torch.optim`'s fused kernels write parameters without counting it in their version."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            owner = getattr(param, "owner", None)
+            if isinstance(owner, Weight):
+                owner.publish()
+
+
+register_optimizer_step_post_hook(_publish_after_step)

@@ -23,11 +23,14 @@ _RECIPES = {
 def refuses(a: QuantizedStorage, b: QuantizedStorage) -> str | None:
     """Why cuBLASLt can't multiply these operands; None if it can."""
     if Scale.E8M0 in (a.scale, b.scale):
-        return "E8M0 scales are not passed to cuBLASLt yet"
+        return "this device has no MXFP8 GEMM"
     if a.tile.kind != "tensor" and a.data.device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         return "blockwise scales need compute capability 9.0"
-    if a.data.dtype == b.data.dtype == torch.float8_e5m2:
+    formats = {a.data.dtype, b.data.dtype}
+    if formats == {torch.float8_e5m2}:
         return "both operands are E5M2"
+    if a.tile.kind != "tensor" and torch.float8_e5m2 in formats:
+        return "PyTorch's blockwise scaled_mm takes E4M3 only"
     return None
 
 

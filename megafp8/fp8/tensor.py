@@ -115,23 +115,19 @@ def _plain(value):
     return value.dequantize(value.dtype) if isinstance(value, QuantizedTensor) else value
 
 
-def _map(quantized: Quantized, fn) -> Quantized:
-    """The pair with `fn` applied to data and scales of each orientation."""
+def _copy_of(quantized: Quantized, device: torch.device | None = None) -> Quantized:
+    """A copy, on another device if asked: data contiguous, scales with their strides (GEMMs want them padded)."""
 
     def one(storage: QuantizedStorage | None) -> QuantizedStorage | None:
         if storage is None:
             return None
-        return replace(storage, data=fn(storage.data), scale_inv=fn(storage.scale_inv))
+        target = storage.data.device if device is None else device
+        raw, scale_inv = storage.data.view(torch.uint8), storage.scale_inv
+        data = torch.empty(raw.shape, dtype=torch.uint8, device=target).copy_(raw).view(storage.data.dtype)
+        scales = torch.empty_strided(scale_inv.shape, scale_inv.stride(), dtype=scale_inv.dtype, device=target)
+        return replace(storage, data=data, scale_inv=scales.copy_(scale_inv))
 
     return Quantized(one(quantized.rowwise), one(quantized.colwise))
-
-
-def _copy_of(x: Tensor) -> Tensor:
-    """A copy of bytes or scales that keeps their strides (GEMMs want padded, M-major scales)."""
-    if x.element_size() == 1:
-        return x.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(x.dtype)
-    copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return copy.copy_(x)
 
 
 def _alias(q: QuantizedTensor, *_) -> QuantizedTensor:
@@ -139,15 +135,14 @@ def _alias(q: QuantizedTensor, *_) -> QuantizedTensor:
 
 
 def _clone(q: QuantizedTensor, **_) -> QuantizedTensor:
-    return QuantizedTensor(_map(q.quantized, _copy_of), q.dtype, tuple(q.shape))
+    return QuantizedTensor(_copy_of(q.quantized), q.dtype, tuple(q.shape))
 
 
 def _to_copy(q: QuantizedTensor, dtype=None, device=None, non_blocking=False, **_) -> Tensor:
     """Another device moves the bytes; another dtype asks for values."""
     if dtype is not None and dtype != q.dtype:
         return q.dequantize(dtype).to(device=device, non_blocking=non_blocking)
-    moved = _map(q.quantized, lambda x: _copy_of(x).to(device, non_blocking=non_blocking))
-    return QuantizedTensor(moved, q.dtype, tuple(q.shape))
+    return QuantizedTensor(_copy_of(q.quantized, device), q.dtype, tuple(q.shape))
 
 
 def _view(q: QuantizedTensor, shape) -> QuantizedTensor | None:

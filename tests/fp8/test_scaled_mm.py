@@ -55,4 +55,7 @@ def test_padding_changes_no_number(name, role):
 
 def test_what_is_refused_says_why():
     e5m2 = get_recipe("blockwise", fp8_format="hybrid").quantizer("grad_output").quantize(torch.zeros(16, 128)).rowwise
-    assert "E5M2" in scaled_mm.refuses(e5m2, e5m2)
+    e4m3 = get_recipe("blockwise").quantizer("weight").quantize(torch.zeros(16, 128)).rowwise
+    assert "both operands are E5M2" in scaled_mm.refuses(e5m2, e5m2)
+    assert "E4M3 only" in scaled_mm.refuses(e5m2, e4m3)
+    assert scaled_mm.refuses(e4m3, e4m3) is None

@@ -150,7 +150,7 @@ def test_converted_model_trains(name):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(x).float().square().mean()
         loss.backward()
-        optimizer.step()
+        optimizer.step()  # fused: it does not count its writes in the parameters' versions
         optimizer.zero_grad()
         if name == "delayed":
             model.fp8_scaling.advance()
