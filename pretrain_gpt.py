@@ -2,6 +2,7 @@
 """Pretrains a GPT model: flags -> configuration -> model, data, optimizer -> training.
 
     python pretrain_gpt.py --num-layers 4 --hidden-size 256 ... --bf16 --fp8-format e4m3 --fp8-recipe blockwise
+    torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel ...
 
 `--help` explains the flags, `--dry-run` shows what a command line would run. Exit codes: 0 the run ended as it
 should, 2 a mistake in the flags or files, 128 + N a signal N ended it (after a save).
@@ -25,15 +26,19 @@ def main(argv: list[str] | None = None) -> int:
 
             print(dry_run(config))
             return 0
-        from megafp8.parallel import ParallelContext
+        from megafp8.parallel import build_parallel, close_parallel
         from megafp8.training.build import build_parts, pick_device
         from megafp8.training.trainer import Trainer
 
-        trainer = Trainer(build_parts(config, ParallelContext(), pick_device(config.train.device)))
+        device = pick_device(config.train.device)
+        parallel = build_parallel(config, device)
+        trainer = Trainer(build_parts(config, parallel, device))
     except ValueError as error:
         print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
         return 2
-    return trainer.run()
+    code = trainer.run()
+    close_parallel(parallel)
+    return code
 
 
 if __name__ == "__main__":

@@ -139,53 +139,26 @@ REFUSED = (
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
-_MOE = "mixture of experts"
-_MLA = "multi-head latent attention"
-_MTP = "multi-token prediction"
+_MOE = "capacity, forced balance and FP8 dispatch of experts"
 _PIPELINE = "pipeline parallelism"
 
 NOT_YET = (
     *not_yet(
         _MOE,
-        "--num-experts X",
-        "--moe-layer-freq X",
-        "--moe-ffn-hidden-size X",
-        "--moe-shared-expert-intermediate-size X",
-        "--moe-shared-expert-gate",
-        "--moe-shared-expert-overlap",
-        "--moe-router-topk X",
-        "--moe-router-load-balancing-type X...",
-        "--moe-aux-loss-coeff X...",
-        "--moe-z-loss-coeff X",
-        "--moe-router-dtype X",
-        "--moe-router-score-function X",
-        "--moe-router-pre-softmax",
-        "--moe-router-num-groups X",
-        "--moe-router-group-topk X",
-        "--moe-router-topk-scaling-factor X",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate X",
-        "--moe-router-force-load-balancing",
-        "--moe-token-dispatcher-type X",
-        "--moe-flex-dispatcher-backend X",
         "--moe-expert-capacity-factor X",
         "--moe-token-drop-policy X",
+        "--moe-router-force-load-balancing",
         "--moe-layer-recompute",
         "--moe-fp8-dispatch",
-        "--overlap-moe-expert-parallel-comm",
     ),
     *not_yet(
-        _MLA,
-        "--multi-latent-attention",
-        "--q-lora-rank X",
-        "--kv-lora-rank X",
-        "--qk-head-dim X",
-        "--qk-pos-emb-head-dim X",
-        "--v-head-dim X",
+        "expert parallelism",
+        "--moe-token-dispatcher-type X",
+        "--moe-flex-dispatcher-backend X",
+        "--moe-shared-expert-overlap",
+        "--overlap-moe-expert-parallel-comm",
+        needs_ranks=True,
     ),
-    *not_yet("YaRN", "--rope-type X", harmless=["rope"]),
-    *not_yet("YaRN", "--rotary-scaling-factor X", "--mscale X", "--mscale-all-dim X"),
-    *not_yet(_MTP, "--mtp-num-layers X", "--mtp-loss-scaling-factor X"),
     *not_yet(
         _PIPELINE,
         "--num-layers-per-virtual-pipeline-stage X",
@@ -228,15 +201,12 @@ NOT_YET = (
 )
 
 NOT_YET_FIELDS = (
-    NotYetField("tensor_model_parallel_size", "tensor parallelism"),
     NotYetField("pipeline_model_parallel_size", _PIPELINE),
     NotYetField("context_parallel_size", "context parallelism"),
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
-    NotYetField("world_size", "training on several processes"),
     NotYetField("overlap_grad_reduce", "overlapped gradient reduction", needs_ranks=True),
     NotYetField("overlap_param_gather", "overlapped parameter gathering", needs_ranks=True),
-    NotYetField("tp_comm_overlap", "overlapped tensor-parallel communication", needs_ranks=True),
     NotYetField("use_distributed_optimizer", "the sharded optimizer", needs_ranks=True),
     NotYetField("fp8_param_gather", "FP8 primary weights"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),

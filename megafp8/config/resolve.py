@@ -85,12 +85,20 @@ def _mlp(config: Config) -> Config:
     return config.replace(ffn_hidden_size=4 * m.hidden_size)
 
 
+def _experts(config: Config) -> Config:
+    if config.model.num_experts is not None and config.model.moe_ffn_hidden_size is None:
+        return config.replace(moe_ffn_hidden_size=config.model.ffn_hidden_size)
+    return config
+
+
 def _biases(config: Config) -> Config:
     """With biases everywhere qkv has one too, so that `add_qkv_bias` alone tells."""
     return config.replace(add_qkv_bias=config.model.add_qkv_bias or config.model.add_bias_linear)
 
 
 def _positions(config: Config) -> Config:
+    if config.model.rope_type is None:
+        config = config.replace(rope_type="yarn" if config.model.multi_latent_attention else "rope")
     if config.model.max_position_embeddings is None:
         return config.replace(max_position_embeddings=config.data.seq_length)
     return config
@@ -157,6 +165,7 @@ RULES = (
     _old_spellings,
     _attention,
     _mlp,
+    _experts,
     _biases,
     _positions,
     _fp8,

@@ -54,6 +54,7 @@ class RunState:
             items,
             run_metadata(self._parts, progress),
             retain_interval=checkpoint.save_retain_interval,
+            parallel=self._parts.parallel,
         )
         return directory is not None
 

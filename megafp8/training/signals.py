@@ -17,12 +17,6 @@ class StopSignal:
             raise KeyboardInterrupt
         self.received = number
 
-    @property
-    def exit_code(self) -> int:
-        """The shell's code for a process ended by the signal: 143 for SIGTERM, 130 for SIGINT."""
-        assert self.received is not None
-        return 128 + self.received
-
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)

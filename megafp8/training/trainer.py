@@ -12,12 +12,13 @@ from megafp8.config import Config
 from megafp8.config.provenance import write_args
 from megafp8.data import Batch, build_loader
 from megafp8.plan.flops import training_flops_per_token
+from megafp8.training.agreement import Agreement
 from megafp8.training.build import Parts
 from megafp8.training.checkpointing import RunState, find_to_resume, resume
 from megafp8.training.progress import IterationRecord, Progress, read_records
 from megafp8.training.run_log import RunLog
 from megafp8.training.signals import StopSignal
-from megafp8.training.step import evaluate, forward_backward
+from megafp8.training.step import advance_scaling, evaluate, forward_backward
 from megafp8.training.throughput import IntervalTimer, max_memory_gib
 
 
@@ -31,6 +32,8 @@ class Trainer:
         self.progress = Progress()
         self.schedule = parts.schedule
         self._start = time.monotonic()
+        self._agreement = Agreement(parts.parallel, parts.device)
+        self._stopped_by = 0
         self._saved_iteration: int | None = None
         notes = self._resume()
         self.total_iterations = self._total_iterations()
@@ -75,7 +78,8 @@ class Trainer:
                     self._evaluate_all(final=True)
             finally:
                 self.log.close()
-            return 0 if stop.received is None else stop.exit_code
+            number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
+            return 128 + number if number else 0
 
     def _train(self, stop: StopSignal) -> None:
         batches = None
@@ -140,7 +144,8 @@ class Trainer:
         )
         lr = self.schedule.lr(samples)
         if parts.scaling is not None:
-            parts.scaling.advance()  # before the update: weights are quantized with the new scales
+            # Before the update: weights are quantized with the new scales.
+            advance_scaling(parts.scaling, parts.parallel)
         stats = parts.optimizer.step(
             lr=lr,
             decoupled_lr=self.schedule.decoupled_lr(samples),
@@ -169,12 +174,14 @@ class Trainer:
 
     def _reason_to_stop(self, stop: StopSignal) -> str | None:
         train = self.config.train
-        if stop.received is not None:
-            return f"signal {stop.received}"
+        minutes = (time.monotonic() - self._start) / 60
+        too_long = train.exit_duration_in_mins is not None and minutes > train.exit_duration_in_mins
+        self._stopped_by, too_long = self._agreement.agree([stop.received or 0, int(too_long)])
+        if self._stopped_by:
+            return f"signal {self._stopped_by}"
         if train.exit_interval and self.progress.iteration % train.exit_interval == 0:
             return f"--exit-interval {train.exit_interval}"
-        minutes = (time.monotonic() - self._start) / 60
-        if train.exit_duration_in_mins is not None and minutes > train.exit_duration_in_mins:
+        if too_long:
             return f"--exit-duration-in-mins {train.exit_duration_in_mins}"
         return None
 
@@ -216,7 +223,9 @@ class Trainer:
             dp_size=parts.parallel.dp.size,
         )
         count = train.eval_iters * train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
-        return evaluate(parts.model, batches, count=count, scaling=parts.scaling, device=parts.device)
+        return evaluate(
+            parts.model, batches, count=count, scaling=parts.scaling, device=parts.device, parallel=parts.parallel
+        )
 
     def _save_due(self, iteration: int, stopping: bool) -> bool:
         checkpoint = self.config.checkpoint

@@ -9,9 +9,9 @@ ASSETS = Path(__file__).parent / "assets"
 # Features that each list asks for and that are still to come.
 SCRIPTS = {
     "llama3_8b_fp8": {"profiling", "FP8 primary weights"},
-    "gpt3_175b": {"tensor parallelism", "pipeline parallelism", "a batch size that grows"},
+    "gpt3_175b": {"pipeline parallelism", "a batch size that grows"},
     "mixtral_8x7b": {"mixture of experts", "expert parallelism", "pipeline parallelism", "Weights & Biases"},
-    "qwen3_30b_a3b": {"mixture of experts", "tensor parallelism", "expert parallelism", "FP8 primary weights"},
+    "qwen3_30b_a3b": {"mixture of experts", "expert parallelism", "FP8 primary weights"},
     "deepseek_v3": {
         *("mixture of experts", "multi-head latent attention", "multi-token prediction", "YaRN"),
         *("pipeline parallelism", "expert parallelism", "FP8 primary weights", "Weights & Biases"),

@@ -128,6 +128,12 @@ CASES = {
     "--tokenizer-type SentencePieceTokenizer": ["--tokenizer-model", "SentencePieceTokenizer"],
     "--tokenizer-type GPT2BPETokenizer --vocab-file v": ["--merge-file", "GPT2BPETokenizer"],
     "-tokenizer-type": ["--vocab-file", "GPT2BPETokenizer", "the default"],
+    # layout
+    "--tensor-model-parallel-size 2": [
+        "world size 1 = tp 2 x",
+        "--tensor-model-parallel-size 2",
+        "start a multiple of 2",
+    ],
     # checkpoints
     "--save x --save-interval 10 --save-retain-interval 15": ["--save-retain-interval 15", "--save-interval 10"],
 }
@@ -151,7 +157,7 @@ def test_contradictions_are_one_line_with_flag_value_and_mend(parse, flags):
 
 
 def test_every_check_can_fail(parse, monkeypatch):
-    """No rule is dead: the cases above trip each but the two that "not yet" features hide for now."""
+    """No rule is dead: the cases here trip each of them."""
     tripped = set()
 
     def recording(rule):
@@ -166,12 +172,39 @@ def test_every_check_can_fail(parse, monkeypatch):
     for flags in CASES:
         with pytest.raises(ValueError):
             parse_case(parse, flags)
-    assert {rule.__name__ for rule in ALL_CHECKS} - tripped <= {"layout"}
+    for flags in UNEVEN:
+        with pytest.raises(ValueError):
+            parse(flags, env={"WORLD_SIZE": "4"})
+    assert {rule.__name__ for rule in ALL_CHECKS} == tripped
+
+
+UNEVEN = {
+    "--tensor-model-parallel-size 4 --num-attention-heads 6 --kv-channels 8": ["--num-attention-heads 6"],
+    "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2": ["--num-query-groups 2"],
+    "--tensor-model-parallel-size 4 --ffn-hidden-size 90": ["--ffn-hidden-size 90"],
+    "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel": ["--seq-length 30", "--sequence-parallel"],
+}
+
+
+@pytest.mark.parametrize("flags", UNEVEN)
+def test_tensor_parallel_ranks_share_evenly(parse, flags):
+    with pytest.raises(ValueError) as error:
+        parse(flags, env={"WORLD_SIZE": "4"})
+    for text in [*UNEVEN[flags], "--tensor-model-parallel-size 4"]:
+        assert text in str(error.value), str(error.value)
+
+
+def test_several_processes_are_data_parallel_ranks(parse):
+    config = parse("--tensor-model-parallel-size 2 --sequence-parallel", env={"WORLD_SIZE": "8"})
+    assert config.parallel.data_parallel_size == 4
+    assert config.train.global_batch_size == 4 * config.train.micro_batch_size
 
 
 def test_layout_messages_name_sizes(parse):
     config = parse().replace(world_size=6, tensor_model_parallel_size=4)
-    with pytest.raises(ValueError, match="6 processes .*--tensor-model-parallel-size 4 .* = 4; start a multiple of 4"):
+    with pytest.raises(
+        ValueError, match="world size 6 = tp 4 x .*--tensor-model-parallel-size 4 .* = 4; start a multiple"
+    ):
         validate.check(config)
 
 

@@ -32,20 +32,45 @@ from tests.distributed.pool import WorkerPool
 VOCAB = 101  # no multiple of anything: ranks hold different numbers of padding rows
 
 LLAMA = {
-    **{"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "seq_length": 16},
-    **{"group_query_attention": True, "num_query_groups": 4, "position_embedding_type": "rope", "swiglu": True},
-    **{"normalization": "RMSNorm", "add_bias_linear": False, "untie_embeddings_and_output_weights": True},
-    **{"qk_layernorm": True, "add_qkv_bias": True},
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 8,
+    "seq_length": 16,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "position_embedding_type": "rope",
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "qk_layernorm": True,
+    "add_qkv_bias": True,
 }
 GPT2 = {
-    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16},
-    **{"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"},
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
 }
 # Adam turns the rounding of gradient elements near zero into whole steps: a small learning rate keeps that small.
 COMMON = {
-    **{"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 100, "lr": 5e-5, "min_lr": 5e-5, "seed": 7},
-    **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "mock_data": True, "tokenizer_type": "NullTokenizer"},
-    **{"vocab_size": VOCAB, "make_vocab_size_divisible_by": 8, "weight_decay": 0.1, "device": "cpu"},
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 100,
+    "lr": 5e-5,
+    "min_lr": 5e-5,
+    "seed": 7,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 8,
+    "weight_decay": 0.1,
+    "device": "cpu",
 }
 
 

@@ -29,6 +29,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     fp8.fp8_coverage,
     fp8.fp8_backend,
     training.layout,
+    training.tensor_parallel,
     training.batch,
     training.length,
     training.recompute,

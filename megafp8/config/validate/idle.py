@@ -22,7 +22,11 @@ IDLE = (
         "positions are not rotary",
     ),
     Idle(("rope_scaling_factor",), lambda c: not c.model.use_rope_scaling, "without --use-rope-scaling"),
-    Idle(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size == 1, "tensor-parallel size is 1"),
+    Idle(
+        ("sequence_parallel", "tp_comm_overlap"),
+        lambda c: c.parallel.tensor_model_parallel_size == 1,
+        "tensor-parallel size is 1",
+    ),
     Idle(("distributed_backend",), lambda c: c.train.device == "cpu", "--device cpu always uses gloo"),
     Idle(
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),

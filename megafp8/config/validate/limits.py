@@ -16,7 +16,10 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         *("exit_interval", "exit_duration_in_mins", "iterations_to_skip", "recompute_num_layers"),
         *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
         *("save_interval", "save_retain_interval", "log_interval"),
-        *("fp8_amax_history_len", "rotary_seq_len_interpolation_factor"),
+        *("fp8_amax_history_len", "rotary_seq_len_interpolation_factor", "original_max_position_embeddings"),
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
+        *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
+        *("moe_router_num_groups", "moe_router_group_topk"),
     ),
     0: (
         *("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples", "decoupled_lr", "decoupled_min_lr"),
@@ -32,10 +35,14 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
             "seed",
         ),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_amax_epsilon", "fp8_monitor_interval"),
-        *("fp8_margin", "tiktoken_num_special_tokens"),
+        *("fp8_margin", "tiktoken_num_special_tokens", "mscale", "mscale_all_dim", "mtp_num_layers"),
+        *("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
     ),
 }
-ABOVE_ZERO = ("rotary_base", "rotary_percent", "rope_scaling_factor", "norm_epsilon", "adam_eps")
+ABOVE_ZERO = (
+    *("rotary_base", "rotary_percent", "rope_scaling_factor", "beta_fast", "beta_slow"),
+    *("moe_router_topk_scaling_factor", "norm_epsilon", "adam_eps"),
+)
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
 
 
@@ -62,7 +69,7 @@ def _check_ranges(config: Config) -> None:
                 if item is not None and item < low:
                     raise ValueError(f"{flag_of(name)} {item}: give {low} or more")
     for name in ABOVE_ZERO:
-        if config.value(name) <= 0:
+        if config.value(name) is not None and config.value(name) <= 0:
             raise ValueError(f"{flag_of(name)} {config.value(name)}: give more than 0")
     for name in BELOW_ONE:
         value = config.value(name)

@@ -1,6 +1,7 @@
 """Checks of layout, batches, length, recomputation and checkpoints."""
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.parallel import layout_sizes
 from megafp8.config.validate.limits import plain
 
 DENSE_MODULES = ("core_attn", "layernorm", "mlp")
@@ -9,17 +10,31 @@ SPARSE_MODULES = ("moe", "moe_act", "shared_experts", "mla_up_proj")
 
 def layout(c: Config) -> str | None:
     p = c.parallel
-    share = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-    if p.world_size % share:
-        return (
-            f"{p.world_size} processes are not divisible by --tensor-model-parallel-size {p.tensor_model_parallel_size}"
-            f" x --pipeline-model-parallel-size {p.pipeline_model_parallel_size} x --context-parallel-size "
-            f"{p.context_parallel_size} = {share}; start a multiple of {share} processes"
-        )
+    try:
+        layout_sizes(p)
+    except ValueError as error:
+        return str(error)
     if p.overlap_param_gather and not c.optimizer.use_distributed_optimizer:
         return "--overlap-param-gather needs --use-distributed-optimizer; add it"
     if p.overlap_param_gather and not p.overlap_grad_reduce:
         return "--overlap-param-gather needs --overlap-grad-reduce; add it"
+    return None
+
+
+def tensor_parallel(c: Config) -> str | None:
+    """What tensor-parallel ranks share must come out even."""
+    tp = c.parallel.tensor_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if c.value(name) % tp:
+            return (
+                f"{flag_of(name)} {c.value(name)} is not divisible by --tensor-model-parallel-size {tp}; change one of "
+                "them"
+            )
+    if c.parallel.sequence_parallel and c.data.seq_length % tp:
+        return (
+            f"--seq-length {c.data.seq_length} is not divisible by --tensor-model-parallel-size {tp}; change one of "
+            "them, or drop --sequence-parallel"
+        )
     return None
 
 
