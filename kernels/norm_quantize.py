@@ -22,7 +22,7 @@ from .quantize_configs import NORM_COLUMNS, norm_rows_config
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
-    nonfinite_to_nan,
+    round_through,
     tile_layout,
     tile_mask,
     tile_offsets,
@@ -35,36 +35,37 @@ if TYPE_CHECKING:
 
 @jit
 def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, T, H, stride_t, row_scale_ld, eps,
-                     weight_offset, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+                     epsilon, WEIGHT_OFFSET: gl.constexpr, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
                      BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Walks over rows, the weight in registers; the next row is on its way while this one is worked on."""
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
-    rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L)).to(gl.int64)
+    t0 = gl.program_id(0).to(gl.int64) * BLOCK_M
+    rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L)).to(gl.int64)
-    weight = gl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(gl.float32) + weight_offset
-    first = gl.program_id(0).to(gl.int64) * BLOCK_M
-    step = gl.num_programs(0).to(gl.int64) * BLOCK_M
-    ptrs = x_ptr + tile_offsets(rows + first, cols, stride_t, 1)
-    x_next = gl.load(ptrs, mask=tile_mask(rows + first, cols, T, H), other=0.0)
-    for t0 in range(first, T, step):
-        x = x_next.to(gl.float32)
-        t = rows + t0
-        ptrs += step * stride_t
-        x_next = gl.load(ptrs, mask=tile_mask(t + step, cols, T, H), other=0.0)
-        mean_square = gl.sum(x * x, axis=1) / H
-        rstd = gl.div_rn(mean_square * 0.0 + 1.0, gl.sqrt_rn(mean_square + eps))
-        gl.store(rstd_ptr + t, rstd, mask=t < T)
-        y = ((x * rstd[:, None]) * weight[None, :]).to(x_ptr.dtype.element_ty)
-        if y_ptr is not None:
-            gl.store(y_ptr + tile_offsets(t, cols, H, 1), y, mask=tile_mask(t, cols, T, H))
-        if row_ptr is not None:
-            emit_rowwise(nonfinite_to_nan(y.to(gl.float32)), t, t0, cols, 0, row_ptr, row_scale_ptr, None,
-                         row_scale_ld, epsilon, T, H, FMAX, B, SCALE, False, BLOCK_M, BLOCK_K)
+    mask = tile_mask(rows, cols, T, H)
+    x = gl.load(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask=mask, other=0.0).to(gl.float32)
+    weight = load_weight(weight_ptr, cols, H, WEIGHT_OFFSET)
+    mean_square = gl.sum(x * x, axis=1) / H
+    rstd = gl.div_rn(mean_square * 0.0 + 1.0, gl.sqrt_rn(mean_square + eps))
+    gl.store(rstd_ptr + rows, rstd, mask=rows < T)
+    y = (x * rstd[:, None]) * weight[None, :]
+    if y_ptr is not None:
+        gl.store(y_ptr + tile_offsets(rows, cols, H, 1), y.to(x_ptr.dtype.element_ty), mask=mask)
+    if row_ptr is not None:
+        emit_rowwise(round_through(y, x_ptr.dtype.element_ty), rows, t0, cols, 0, row_ptr, row_scale_ptr, None,
+                     row_scale_ld, epsilon, T, H, FMAX, B, SCALE, False, BLOCK_M, BLOCK_K)
+
+
+@jit
+def load_weight(ptr, cols, H, WEIGHT_OFFSET: gl.constexpr):
+    weight = gl.load(ptr + cols, mask=cols < H, other=0.0).to(gl.float32)
+    if WEIGHT_OFFSET != 0:
+        weight += WEIGHT_OFFSET
+    return weight
 
 
 @jit
 def norm_columns_kernel(x_ptr, weight_ptr, rstd_ptr, col_ptr, col_scale_ptr, T, H, stride_t, col_scale_ld,
-                        weight_offset, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+                        epsilon, WEIGHT_OFFSET: gl.constexpr, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
                         EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
                         C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
@@ -74,14 +75,12 @@ def norm_columns_kernel(x_ptr, weight_ptr, rstd_ptr, col_ptr, col_scale_ptr, T, 
     ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
     if EVEN:
         x = gl.load(ptrs).to(gl.float32)
-        weight = gl.load(weight_ptr + cols).to(gl.float32) + weight_offset
-        rstd = gl.load(rstd_ptr + rows)
     else:
         x = gl.load(ptrs, mask=tile_mask(rows, cols, T, H), other=0.0).to(gl.float32)
-        weight = gl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(gl.float32) + weight_offset
-        rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
-    y = ((x * rstd[:, None]) * weight[None, :]).to(x_ptr.dtype.element_ty)
-    emit_colwise(nonfinite_to_nan(y.to(gl.float32)), t0, h0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B,
+    weight = load_weight(weight_ptr, cols, H, WEIGHT_OFFSET)
+    rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
+    y = (x * rstd[:, None]) * weight[None, :]
+    emit_colwise(round_through(y, x_ptr.dtype.element_ty), t0, h0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B,
                  epsilon, T, T, H, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
@@ -109,9 +108,9 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
     col = None
     if T:
         config = norm_rows_config(H)
-        norm_rows_kernel[config.grid(T, 1, x.device)](
-            x, weight, rstd, y, *pointers(row), T, H, x.stride(0), scale_ld(row), eps, weight_offset,
-            tile_epsilon(spec), **spec_arguments(spec), **config.options())
+        norm_rows_kernel[config.grid(T, H, x.device)](
+            x, weight, rstd, y, *pointers(row), T, H, x.stride(0), scale_ld(row), eps,
+            tile_epsilon(spec), WEIGHT_OFFSET=weight_offset, **spec_arguments(spec), **config.options())
     if colwise:
         col = norm_columns_quantize(x, weight, rstd, spec, weight_offset=weight_offset)
     return NormQuantized(row, col, rstd, y)
@@ -125,8 +124,8 @@ def norm_columns_quantize(x: Tensor, weight: Tensor, rstd: Tensor, spec: Spec, *
     if T:
         config = NORM_COLUMNS
         norm_columns_kernel[config.grid(T, H, x.device)](
-            x, weight, rstd, *pointers(col), T, H, x.stride(0), scale_ld(col), weight_offset, tile_epsilon(spec),
-            EVEN=config.even(T, H), **spec_arguments(spec), **config.options())
+            x, weight, rstd, *pointers(col), T, H, x.stride(0), scale_ld(col), tile_epsilon(spec),
+            WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H), **spec_arguments(spec), **config.options())
     return col
 
 

@@ -60,10 +60,10 @@ TRANSPOSE = Config(128, 128, 8, r=4)
 NORM_COLUMNS = Config(128, 128, 8, r=4)
 SWIGLU_ROWS = Config(32, 128, 4)
 SWIGLU_BOTH = Config(128, 128, 8, r=4)
-SWIGLU_GRAD = Config(128, 128, 8, r=4)
+SWIGLU_GRAD = Config(128, 128, 16, r=4, c=8)
 
 
 def norm_rows_config(hidden: int) -> Config:
     """One program normalizes whole rows, held in registers: `block_k` is the power of two from `hidden` up."""
     width = max(512, 1 << max(hidden - 1, 1).bit_length())
-    return Config(1, width, max(1, min(16, width // 1024)), ctas=4)
+    return Config(1, width, max(1, min(16, width // 1024)))

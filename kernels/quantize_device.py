@@ -65,6 +65,20 @@ def nonfinite_to_nan(x):
 
 
 @jit
+def round_through(x, dtype: gl.constexpr):
+    """FP32 values rounded to a compute dtype, non-finite ones as NaN: what the quantizer would read from memory."""
+    if dtype == gl.bfloat16 and not INTERPRETED:
+        # Two at a time: the single conversion is one of the slowest instructions, the packed one is a fast one.
+        y = gl.inline_asm_elementwise(
+            "{ .reg .b32 p, zero; mov.b32 zero, 0; cvt.rn.bf16x2.f32 p, $3, $2; fma.rn.bf16x2 p, p, zero, p;"
+            " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }",
+            "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        y = nonfinite_to_nan(x.to(dtype).to(gl.float32))
+    return y
+
+
+@jit
 def scale_from_amax(amax, epsilon, FMAX: gl.constexpr, SCALE: gl.constexpr):
     """(what elements are multiplied by, what is stored) for FP32 amaxes of any shape.
 

@@ -19,7 +19,7 @@ from .quantize_configs import SWIGLU_BOTH, SWIGLU_GRAD, SWIGLU_ROWS
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
-    nonfinite_to_nan,
+    round_through,
     tile_layout,
     tile_mask,
     tile_offsets,
@@ -98,10 +98,10 @@ def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, 
     cols = f0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     mask = tile_mask(rows, cols, T, F)
     ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
-    y = swiglu(load_f32(ptrs, mask, EVEN), load_f32(ptrs + F, mask, EVEN)).to(x_ptr.dtype.element_ty)
+    y = swiglu(load_f32(ptrs, mask, EVEN), load_f32(ptrs + F, mask, EVEN))
     if y_ptr is not None:
-        gl.store(y_ptr + tile_offsets(rows, cols, F, 1), y, mask=mask)
-    y = nonfinite_to_nan(y.to(gl.float32))
+        gl.store(y_ptr + tile_offsets(rows, cols, F, 1), y.to(x_ptr.dtype.element_ty), mask=mask)
+    y = round_through(y, x_ptr.dtype.element_ty)
     if col_ptr is not None:
         emit_colwise(y, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F, FMAX, B, SCALE,
                      EVEN, BLOCK_M, BLOCK_K, R, C, W)
@@ -119,10 +119,9 @@ def emit_half(d, dtype: gl.constexpr, mask, rows, t0, cols, f0, dx_ptr, row_ptr,
 
     Its tiles are tiles of the whole [T, 2f] only if f is a multiple of 128; otherwise the host asks for dx alone.
     """
-    d = d.to(dtype)
     if dx_ptr is not None:
-        gl.store(dx_ptr + tile_offsets(rows, cols, F2, 1), d, mask=mask)
-    d = nonfinite_to_nan(d.to(gl.float32))
+        gl.store(dx_ptr + tile_offsets(rows, cols, F2, 1), d.to(dtype), mask=mask)
+    d = round_through(d, dtype)
     if col_ptr is not None:
         emit_colwise(d, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F2, FMAX, B, SCALE,
                      EVEN, BLOCK_M, BLOCK_K, R, C, W)
@@ -147,7 +146,7 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, c
     dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
     d_gate, d_up, y = swiglu_grad(dy, load_f32(x_ptrs, mask, EVEN), load_f32(x_ptrs + F, mask, EVEN))
     if y_col_ptr is not None:
-        y = nonfinite_to_nan(y.to(dtype).to(gl.float32))
+        y = round_through(y, dtype)
         emit_colwise(y, t0, f0, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B, y_epsilon, T, T, F, Y_FMAX,
                      Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
     emit_half(d_gate, dtype, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
