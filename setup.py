@@ -6,7 +6,9 @@ called `kernels` would overwrite a well-known package of that name.
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ml_dtypes", "ruff", "transformers", "accelerate"]
+# triton: without a GPU its kernels are compiled ahead of time and interpreted.
+TEST = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ml_dtypes", "psutil", "ruff", "triton"]
+TEST += ["transformers", "accelerate"]
 PLOT = ["matplotlib"]
 DATA = ["pyarrow", "tiktoken", "tokenizers", "datasets"]
 

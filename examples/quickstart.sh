@@ -20,7 +20,7 @@ fi
 
 say "2/5 data: text -> $run/data_text_document.bin/.idx (Megatron's format)"
 if [ ! -f "$run/data_text_document.idx" ]; then
-    python tools/preprocess_data.py --input "$text" --output-prefix "$run/data" --workers 2 --append-eod \
+    python tools/preprocess_data.py --input "$text" --output-prefix "$run/data" --workers 2 --append-eod --split-text blank-lines \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/tokenizer.model"
 fi
 
@@ -33,7 +33,7 @@ MODEL=(
 )
 TRAINING=(
     --micro-batch-size 8 --global-batch-size 8 --train-iters 300 --bf16 --seed 1234
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 30
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 30
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --eval-interval 100 --eval-iters 20 --log-interval 20 --save-interval 300
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import check_tokenizer, find_checkpoint, load_checkpoint
-from megafp8.checkpoint.resume import MODEL
 from megafp8.config import Config, with_vocab_size
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.data import Tokenizer, build_tokenizer
@@ -61,7 +60,6 @@ def load_trained(load: str | Path, device: torch.device, *, step: int | None = N
     weights.load_state(tensors)
     if scaling is not None:
         scaling.load_state(tensors)
-    assert all(name.startswith(MODEL) for name in weights.state())
     return TrainedModel(model, tokenizer, config, found.iteration, scaling, device)
 
 
