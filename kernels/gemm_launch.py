@@ -1,0 +1,203 @@
+"""How an FP8 GEMM is launched: operands as TMA wants them, the kernel of the device, its configuration.
+
+Everything here is host code over plain tensors and returns without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import gemm_hopper, gemm_regroup, gemm_tl
+from .gemm_hopper import BLOCK_1D1D, BLOCK_1D2D, DENSE, GROUPED_K, GROUPED_M, TENSORWISE
+
+BLOCK = 128
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One (grouped) GEMM, C = A @ B^T with scales. See `gemm_hopper.py` for the kinds.
+
+    a, b: FP8, `[rows, K]`; scale_a, scale_b: FP32, 1D scales `[rows, blocks]`, 2D `[row blocks, blocks]` or
+    `[groups, row blocks, blocks]`, tensorwise `[groups]`; ends: int32 `[groups]` on the device, or None;
+    padding: grouped over K, each group's tokens begin at the next multiple of it.
+    """
+
+    kind: int
+    scaling: int
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    out: Tensor
+    ends: Tensor | None = None
+    bias: Tensor | None = None
+    accumulate: bool = False
+    fast: bool = False
+    padding: int = 1
+
+    @property
+    def groups(self) -> int:
+        return 1 if self.ends is None else self.ends.numel()
+
+    @property
+    def M(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.b.shape[0] // self.groups if self.kind == GROUPED_M else self.b.shape[0]
+
+    @property
+    def K(self) -> int:
+        return self.a.shape[1]
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """warpgroups consumers of rows rows each, stages of the ring, tile rows a band (L2 reuse)."""
+
+    warpgroups: int
+    rows: int
+    stages: int
+    band: int = 8
+
+    @property
+    def ctas(self) -> int:
+        """CTAs a multiprocessor: two of one consumer, or one of two."""
+        return 3 - self.warpgroups
+
+
+def hopper_config(problem: Problem) -> HopperConfig:
+    """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md."""
+    if problem.fast:
+        return HopperConfig(2, 128, 4)
+    return HopperConfig(2, 64, 6)
+
+
+@cache
+def multiprocessors(index: int | None) -> int:
+    """Multiprocessors of CUDA device `index`; without one (compiling ahead of time) an H200's."""
+    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _is_hopper(index: int | None) -> bool:
+    return index is None or torch.cuda.get_device_capability(index) == (9, 0)
+
+
+def launch(problem: Problem, backend: str | None = None) -> None:
+    """Runs a problem. backend: "gluon", "tl", or None for the one that suits the device."""
+    if problem.out.numel() == 0 or problem.groups == 0:
+        return
+    if problem.K == 0:
+        if not problem.accumulate:
+            problem.out.copy_(problem.bias.expand_as(problem.out) if problem.bias is not None else torch.zeros(()))
+        return
+    if problem.kind == GROUPED_K and problem.padding % 16:  # TMA wants groups to begin at a multiple of 16 bytes
+        a, b = (gemm_regroup.regroup(x, problem.ends, problem.padding, 16) for x in (problem.a, problem.b))
+        problem = replace(problem, a=a, b=b, padding=16)
+    index = problem.a.get_device() if problem.a.is_cuda else None
+    if backend is None:
+        backend = "gluon" if _is_hopper(index) else "tl"
+    {"gluon": _launch_gluon, "tl": _launch_tl}[backend](problem, index)
+
+
+def _launch_gluon(p: Problem, index: int | None) -> None:
+    config = hopper_config(p)
+    BM = config.warpgroups * config.rows
+    a, b = aligned(p.a), aligned(p.b)
+    scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
+    scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
+    wide = gl.NVMMASharedLayout(128, 8, 2)
+    a_desc = GluonDescriptor.from_tensor(a, [BM, BLOCK], wide)
+    b_desc = GluonDescriptor.from_tensor(b, [BLOCK, BLOCK], wide)
+    scale_a_desc = scale_b_desc = a_desc  # unused by tensorwise
+    if p.scaling != TENSORWISE:
+        flat = gl.NVMMASharedLayout(0, 32, 1)
+        scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], flat)
+        scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [32 if p.scaling == BLOCK_1D2D else BLOCK], flat)
+    tma_store = p.kind != GROUPED_K and not p.accumulate and p.out.dtype == torch.bfloat16 and tma_ready(p.out)
+    piece = gl.NVMMASharedLayout(128, 16, 2)
+    c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], piece) if tma_store else a_desc
+    grid = _grid(p, BM, config.ctas * multiprocessors(index))
+    gemm_hopper.gemm_kernel[grid](
+        a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, *_pointers(p, scale_a, scale_b), p.groups, p.M, p.N, p.K,
+        scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0),
+        WARPGROUPS=config.warpgroups, ROWS=config.rows, STAGES=config.stages, BAND=config.band, KIND=p.kind,
+        SCALING=p.scaling, FAST=p.fast, HAS_BIAS=p.bias is not None, ACCUMULATE=p.accumulate, TMA_STORE=tma_store,
+        REGISTERS=240, num_warps=4, maxnreg=128 if config.warpgroups == 1 else 168,
+    )  # fmt: skip
+
+
+def _launch_tl(p: Problem, index: int | None) -> None:
+    BM, BN = 128, 128
+    a, b = aligned(p.a), aligned(p.b)
+    scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
+    scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
+    a_desc = TensorDescriptor.from_tensor(a, [BM, BLOCK])
+    b_desc = TensorDescriptor.from_tensor(b, [BN, BLOCK])
+    gemm_tl.gemm_kernel[_grid(p, BM, multiprocessors(index))](
+        a_desc, b_desc, *_pointers(p, scale_a, scale_b), p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k,
+        p.padding, p.out.stride(-2), p.out.stride(0), BM=BM, BN=BN, BAND=8, KIND=p.kind, SCALING=p.scaling, FAST=p.fast,
+        HAS_BIAS=p.bias is not None, ACCUMULATE=p.accumulate, num_warps=8, num_stages=4,
+    )  # fmt: skip
+
+
+def _pointers(p: Problem, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, ...]:
+    """c, bias, scale_a, scale_b, ends: what is absent is a tensor that the kernel does not touch."""
+    ends = p.ends if p.ends is not None else scale_a.view(torch.int32)
+    return p.out, p.bias if p.bias is not None else p.out, scale_a, scale_b, ends
+
+
+def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
+    """Never more programs than there can be tiles; with groups their number is known on the device only."""
+    row_tiles = triton.cdiv(p.M, BM) + (p.groups if p.kind == GROUPED_M else 0)
+    tiles = row_tiles * triton.cdiv(p.N, BLOCK) * (p.groups if p.kind == GROUPED_K else 1)
+    return (min(programs, tiles),)
+
+
+def tma_ready(x: Tensor) -> bool:
+    """Whether TMA can address a matrix: contiguous rows, 16-byte aligned base and row stride."""
+    return x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x if TMA can address it, else a copy with padded rows."""
+    if tma_ready(x):
+        return x
+    step = 16 // x.itemsize
+    copy = x.new_empty(x.shape[0], -(-x.shape[1] // step) * step)[:, : x.shape[1]]
+    return copy.copy_(x)
+
+
+def flat_scales(scale: Tensor, one_dimensional: bool) -> tuple[Tensor, int, int]:
+    """(memory as one flat tensor, stride between rows of blocks, stride along K) for the kernels' addressing.
+
+    1D scales `[rows, blocks]` must be contiguous along rows (the first stride is then along K), 2D ones may have any
+    strides but groups must follow each other. What is not so is copied. 16-byte alignment is kept.
+    """
+    if scale.dim() == 1:
+        return scale, 0, 0
+    if one_dimensional:
+        if scale.stride(0) != 1 or scale.stride(1) % 4 or scale.data_ptr() % 16:
+            rows = -(-scale.shape[0] // 4) * 4
+            scale = scale.new_empty(scale.shape[1], rows)[:, : scale.shape[0]].t().copy_(scale)
+        ld, k_stride = scale.stride(1), scale.stride(1)
+    else:
+        grouped = scale.dim() == 3
+        if scale.data_ptr() % 16 or (grouped and scale.stride(0) != scale.shape[1] * scale.stride(1)):
+            scale = scale.contiguous()
+        ld, k_stride = scale.stride(-2), scale.stride(-1)
+    size = 1 + sum((n - 1) * s for n, s in zip(scale.shape, scale.stride(), strict=True))
+    if size >= 2**31:
+        raise ValueError(f"{size} scales are more than TMA's 32-bit coordinates reach: split the GEMM's rows")
+    return scale.as_strided((size,), (1,)), ld, k_stride
