@@ -36,12 +36,30 @@ class ScalingHistory(Protocol):
         ...
 
 
+class Statistics:
+    """What modules report in the forwards of one step, summed by name: FP64 device tensors, so nothing waits."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Adds to the sum `name`; its shape is always the same."""
+        value = value.detach().double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_mean(self, name: str, value: Tensor, weight: float) -> None:
+        """Adds a value to a weighted mean: the sum holds (weight * value, weight)."""
+        value = value.detach().double()
+        self.add(name, torch.stack([value * weight, torch.full_like(value, weight)]))
+
+
 @dataclass(frozen=True)
 class StepContext:
     """phase: train, eval or recompute; microbatch: number within the iteration, from 0.
 
     grads: where weight gradients are added; None leaves them to autograd (`.grad`).
     scaling: delayed scaling's history; None where the recipe has none.
+    statistics: where modules report numbers, if `records`; None: nowhere.
     sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
     """
 
@@ -52,6 +70,7 @@ class StepContext:
     sample_group: int = 0
     grads: GradSink | None = None
     scaling: ScalingHistory | None = None
+    statistics: Statistics | None = None
 
     @property
     def training(self) -> bool:

@@ -24,30 +24,35 @@ Global names of the parameters; N, E and K are the numbers of a layer, an expert
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.core.build import BuildContext
+from megafp8.core.moe.router import Router, with_loss
 from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.core.tensor_parallel.linear import LMHead
 from megafp8.core.transformer.block import TransformerBlock
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.embedding import Embedding
+from megafp8.core.transformer.mtp import Ahead, PredictionDepth, look_ahead
 from megafp8.core.transformer.norm import hidden_norm
-from megafp8.core.transformer.rope import inverse_frequencies, rotation
+from megafp8.core.transformer.rope import inverse_frequencies, rotation, rotation_scale
 from megafp8.fp8 import policy
 from megafp8.parallel import ParallelContext
-from megafp8.params import GradSink, initial_value, named_specs
-from megafp8.step import StepContext
+from megafp8.params import GradSink, StateItem, initial_value, named_specs
+from megafp8.step import Statistics, StepContext
 
 
 class _EarlierUse:
     """Gradients of a parameter that is used again nearer the input: added, but not yet complete.
 
-    The tied weight's gradient is ready when the embedding's backward, the last of the two, has run.
+    The tied weight's gradient is ready when the embedding's backward, the last of the two, has run; autograd runs later
+    uses first, so those of multi-token prediction come before the model's own.
     """
 
     def __init__(self, sink: GradSink) -> None:
@@ -72,13 +77,16 @@ class GPTModel(nn.Module):
         self.padded_vocab_size = build.model.padded_vocab_size
         self.max_positions = build.model.max_position_embeddings
         self.tied = not build.model.untie_embeddings_and_output_weights
+        self.mtp_scale = build.model.mtp_loss_scaling_factor / max(build.model.mtp_num_layers or 0, 1)
         self.embedding = Embedding("embedding", build)
         self.layers = TransformerBlock(range(build.model.num_layers), build)
         self.final_norm = hidden_norm("final_norm", build)
         self.lm_head = LMHead("lm_head", build, self.embedding.word_embeddings.weight if self.tied else None)
+        self.mtp = nn.ModuleList(PredictionDepth(f"mtp.{k}", build) for k in range(build.model.mtp_num_layers or 0))
         rotary = build.model.position_embedding_type == "rope"
         frequencies = inverse_frequencies(build.model, build.device) if rotary else None
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.rotation_scale = rotation_scale(build.model)
 
     def forward(
         self,
@@ -92,6 +100,9 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Logits, or with `labels` the sum of the valid tokens' losses.
 
+        In training the loss's backward runs that of auxiliary losses and multi-token prediction too, which its value
+        leaves out.
+
         tokens, labels, position_ids: int64 [b, s]; positions count from 0 in each sequence by default.
         loss_mask: FP32 [b, s], the weight of each token's loss; default 1.
         cu_seqlens: int32 [n + 1], document boundaries over the b * s tokens, sequence boundaries included; documents
@@ -100,18 +111,43 @@ class GPTModel(nn.Module):
         NaN) when no token is valid.
         Raises ValueError when a sequence is longer than `--max-position-embeddings` with learned positions.
         """
-        hidden = self._hidden_states(tokens, position_ids, cu_seqlens, step)
-        logits = self.lm_head(hidden, self._head_step(step))
+        positions = self._positions(tokens, position_ids)
+        turn = None if self.frequencies is None else rotation(positions, self.frequencies, self.rotation_scale)
+        sequences = Sequences(*tokens.shape, turn, cu_seqlens)
+        x = self.embedding(tokens.reshape(-1), positions, step)
+        hidden = self.final_norm(self.layers(x, sequences, step))
         if labels is None:
+            logits = self.lm_head(hidden, self._head_step(step))
             return logits[:, : self.vocab_size].view(*tokens.shape, self.vocab_size)
-        losses = vocab_parallel_cross_entropy(
-            logits, labels.reshape(-1), self.vocab_size, self.padded_vocab_size, tp=self.tp
-        )
-        return (losses if loss_mask is None else losses * loss_mask.reshape(-1)).sum()
+        labels = labels.reshape(-1)
+        mask = torch.ones(labels.shape, device=labels.device) if loss_mask is None else loss_mask.reshape(-1)
+        loss = self._loss(hidden, labels, mask, self._head_step(step))
+        if len(self.mtp) and step.training and torch.is_grad_enabled():
+            ahead = partial(look_ahead, tokens=tokens.reshape(-1), positions=positions, labels=labels, loss_mask=mask)
+            loss = with_loss(loss, self.mtp_scale * self._mtp_loss(hidden, ahead, sequences, step))
+        return loss
 
-    def _hidden_states(
-        self, tokens: Tensor, position_ids: Tensor | None, cu_seqlens: Tensor | None, step: StepContext
-    ) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor, mask: Tensor, step: StepContext) -> Tensor:
+        logits = self.lm_head(hidden, step)
+        losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.padded_vocab_size, tp=self.tp)
+        return (losses * mask).sum()
+
+    def _mtp_loss(self, hidden: Tensor, ahead: Callable[..., Ahead], sequences: Sequences, step: StepContext) -> Tensor:
+        """Sum of the losses of all depths, which use the embedding and the LM head again."""
+        shared = step if step.grads is None else replace(step, grads=_EarlierUse(step.grads))
+        total = torch.zeros((), device=hidden.device)
+        for k, depth in enumerate(self.mtp):
+            near = ahead(k + 1, sequences=sequences)
+            embedded = self.embedding(near.tokens, near.positions, shared, place=f"mtp.{k}.embedding")
+            hidden = depth(hidden, embedded, sequences, step)
+            loss = self._loss(hidden, near.labels, near.loss_mask, shared)
+            if step.records and step.statistics is not None:
+                step.statistics.add(f"mtp_{k + 1}_loss", torch.stack([loss, near.loss_mask.sum()]))
+            total = total + loss
+        return total
+
+    def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+        """int64 [T]. Raises ValueError for a sequence longer than the table of learned positions."""
         batch, length = tokens.shape
         if self.frequencies is None and length > self.max_positions:
             raise ValueError(
@@ -120,16 +156,32 @@ class GPTModel(nn.Module):
             )
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device).expand(batch, length)
-        positions = position_ids.reshape(-1)
-        turn = None if self.frequencies is None else rotation(positions, self.frequencies)
-        x = self.embedding(tokens.reshape(-1), positions, step)
-        x = self.layers(x, Sequences(batch, length, turn, cu_seqlens), step)
-        return self.final_norm(x)
+        return position_ids.reshape(-1)
 
     def _head_step(self, step: StepContext) -> StepContext:
         if self.tied and step.grads is not None:
             return replace(step, grads=_EarlierUse(step.grads))
         return step
+
+    def routers(self) -> Iterator[Router]:
+        """The routers of all layers with experts, in order."""
+        return (module for module in self.modules() if isinstance(module, Router))
+
+    def update_expert_bias(self, statistics: Statistics) -> None:
+        """Once a step: moves the experts' biases by the loads counted in it, over the global batch."""
+        for router in self.routers():
+            if router.expert_bias is not None:
+                router.update_expert_bias(statistics.sums[router.load_name])
+
+    def state(self) -> dict[str, StateItem]:
+        """What isn't a parameter: the experts' biases."""
+        biased = (router for router in self.routers() if router.expert_bias is not None)
+        return {f"{router.name}.expert_bias": StateItem.whole(router.expert_bias) for router in biased}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the experts' biases back; other names are ignored. A missing one is KeyError."""
+        for name, item in self.state().items():
+            item.tensor.copy_(tensors[name])
 
 
 def initialize(model: nn.Module, seed: int) -> None:

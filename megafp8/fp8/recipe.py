@@ -19,7 +19,7 @@ from megafp8.fp8.formats import FORMATS, OperandSpec, Scale, Tile
 from megafp8.fp8.quantizer import Quantizer
 
 ROLES = ("input", "weight", "grad_output")
-COVERED = ("qkv", "proj", "fc1", "fc2")
+COVERED = ("qkv", "proj", "fc1", "fc2", "q_proj", "q_down", "q_up", "kv_down", "kv_up")
 """Last components of the names of the linears that a recipe quantizes; the rest stays in high precision."""
 
 _GEMM_ROLES = {

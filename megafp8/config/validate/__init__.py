@@ -9,7 +9,7 @@ of ours are errors.
 from collections.abc import Callable
 
 from megafp8.config.config import Config
-from megafp8.config.validate import data, fp8, model, schedule, training
+from megafp8.config.validate import data, experts, fp8, latent, model, schedule, training
 from megafp8.config.validate.files import check_files
 from megafp8.config.validate.idle import idle_notes
 from megafp8.config.validate.limits import check_limits
@@ -22,6 +22,13 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     model.positions,
     model.rotary,
     model.activation,
+    latent.latent_attention,
+    latent.stretching,
+    experts.patterns,
+    experts.experts,
+    experts.router,
+    experts.router_groups,
+    experts.balancing,
     fp8.fp8_on,
     fp8.fp8_recipe,
     fp8.fp8_axes,

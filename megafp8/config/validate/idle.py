@@ -21,6 +21,50 @@ IDLE = (
         lambda c: c.model.position_embedding_type != "rope",
         "positions are not rotary",
     ),
+    Idle(
+        ("rope_type",),
+        lambda c: c.model.position_embedding_type != "rope",
+        "positions are not rotary",
+    ),
+    Idle(
+        ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale")
+        + ("mscale_all_dim",),
+        lambda c: c.model.rope_type != "yarn",
+        "without --rope-type yarn",
+    ),
+    Idle(
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        lambda c: not c.model.multi_latent_attention,
+        "without --multi-latent-attention",
+    ),
+    Idle(
+        ("kv_channels",),
+        lambda c: c.model.multi_latent_attention,
+        "latent attention has --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim",
+    ),
+    Idle(("rotary_interleaved",), lambda c: c.model.multi_latent_attention, "latent attention always interleaves"),
+    Idle(
+        (
+            *("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+            *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups"),
+            *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_z_loss_coeff"),
+            *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
+            "moe_aux_loss_coeff",
+        ),
+        lambda c: c.model.num_experts is None,
+        "without --num-experts",
+    ),
+    Idle(
+        ("moe_router_pre_softmax",),
+        lambda c: c.model.num_experts is not None and c.model.moe_router_score_function != "softmax",
+        "scores are not a softmax",
+    ),
+    Idle(
+        ("moe_router_bias_update_rate",),
+        lambda c: c.model.num_experts is not None and not c.model.moe_router_enable_expert_bias,
+        "without --moe-router-enable-expert-bias",
+    ),
+    Idle(("mtp_loss_scaling_factor",), lambda c: not c.model.mtp_num_layers, "without --mtp-num-layers"),
     Idle(("rope_scaling_factor",), lambda c: not c.model.use_rope_scaling, "without --use-rope-scaling"),
     Idle(
         ("sequence_parallel", "tp_comm_overlap"),

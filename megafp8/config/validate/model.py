@@ -5,7 +5,7 @@ from megafp8.config.config import Config, flag_of
 
 def heads(c: Config) -> str | None:
     m = c.model
-    if not c.is_given("kv_channels") and m.hidden_size % m.num_attention_heads:
+    if not c.is_given("kv_channels") and not m.multi_latent_attention and m.hidden_size % m.num_attention_heads:
         return (
             f"--hidden-size {m.hidden_size} is not divisible by --num-attention-heads {m.num_attention_heads}; "
             "change one, or give the head's width with --kv-channels"
@@ -46,10 +46,11 @@ def rotary(c: Config) -> str | None:
             which = "use_rope_scaling" if m.use_rope_scaling else "rotary_interleaved"
             return f"{flag_of(which)} needs --position-embedding-type rope; add it"
         return None
-    channels = int(m.kv_channels * m.rotary_percent)
+    width = "qk_pos_emb_head_dim" if m.multi_latent_attention else "kv_channels"
+    channels = int(c.value(width) * m.rotary_percent)
     if channels < 2 or channels % 2:
         return (
-            f"--position-embedding-type rope rotates pairs, but --kv-channels {m.kv_channels} x --rotary-percent "
+            f"--position-embedding-type rope rotates pairs, but {flag_of(width)} {c.value(width)} x --rotary-percent "
             f"{m.rotary_percent} = {channels} channels; make it even and at least 2"
         )
     return None

@@ -4,8 +4,8 @@ from megafp8.config.config import Config, flag_of
 from megafp8.config.parallel import layout_sizes
 from megafp8.config.validate.limits import plain
 
-DENSE_MODULES = ("core_attn", "layernorm", "mlp")
-SPARSE_MODULES = ("moe", "moe_act", "shared_experts", "mla_up_proj")
+MODULES = ("core_attn", "layernorm", "mlp", "moe")
+LATER_MODULES = ("moe_act", "shared_experts", "mla_up_proj")
 
 
 def layout(c: Config) -> str | None:
@@ -72,10 +72,12 @@ def recompute(c: Config) -> str | None:
         if c.is_given(name) and t.recompute_granularity != wants:
             return f"{flag_of(name)} {plain(c.value(name))} needs --recompute-granularity {wants}; add it"
     for module in t.recompute_modules or ():
-        if module in SPARSE_MODULES:
-            return f"--recompute-modules {module}: not yet in megafp8; use {', '.join(DENSE_MODULES)}"
-        if module not in DENSE_MODULES:
-            return f"--recompute-modules {module}: no such part; use {', '.join(DENSE_MODULES)}"
+        if module in LATER_MODULES:
+            return f"--recompute-modules {module}: not yet in megafp8; use {', '.join(MODULES)}"
+        if module not in MODULES:
+            return f"--recompute-modules {module}: no such part; use {', '.join(MODULES)}"
+        if module == "moe" and c.model.num_experts is None:
+            return "--recompute-modules moe needs --num-experts; use mlp"
     if (t.recompute_num_layers or 1) > c.model.num_layers:
         return (
             f"--recompute-num-layers {t.recompute_num_layers} is more than --num-layers {c.model.num_layers}; lower it"

@@ -6,6 +6,8 @@ input features (proj, fc2), so that a pair of them needs one reduction. On one r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from megafp8.core.build import BuildContext
@@ -38,6 +40,7 @@ class ColumnParallelLinear(Linear):
     """y = x W^T + b, output features cut.
 
     name: global name. out_shape: `(out,)`, or stacked parts that are cut alike, such as SwiGLU's `(2, ffn)`.
+    expert: belongs to an expert (no bias).
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class ColumnParallelLinear(Linear):
         bias: bool,
         init_std: float,
         requantize_input: bool = False,
+        expert: bool = False,
         build: BuildContext,
     ) -> None:
-        weight = column_weight(f"{name}.weight", out_shape, in_features, init_std, build.tp)
+        weight = replace(column_weight(f"{name}.weight", out_shape, in_features, init_std, build.tp), expert=expert)
         recipe = build.recipe_of(name)
         check_tiles(name, "output", out_shape[-1], recipe, build)
         super().__init__(
@@ -82,9 +86,10 @@ class RowParallelLinear(Linear):
         bias: bool,
         init_std: float,
         requantize_input: bool = False,
+        expert: bool = False,
         build: BuildContext,
     ) -> None:
-        weight = row_weight(f"{name}.weight", out_features, in_features, init_std, build.tp)
+        weight = replace(row_weight(f"{name}.weight", out_features, in_features, init_std, build.tp), expert=expert)
         recipe = build.recipe_of(name)
         check_tiles(name, "input", in_features, recipe, build)
         sharded = build.sequence_parallel

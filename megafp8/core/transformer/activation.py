@@ -48,31 +48,39 @@ class Activation:
     formula: Callable[[Tensor], Tensor]
     gated: bool = False
 
-    def compute(self, x: Tensor) -> Tensor:
+    def compute(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """The activation without autograd, rounded to x's dtype."""
         with torch.no_grad():
-            return self.formula(x.float()).to(x.dtype)
+            return self._weighted(x.float(), weights).to(x.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: fc1's output [..., ffn, or 2 ffn when gated]; returns [..., ffn] in x's dtype."""
-        return _Apply.apply(x, self)
+    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x: fc1's output [..., ffn, or 2 ffn when gated]; returns [..., ffn] in x's dtype.
+
+        weights: FP32 [...], what each row is multiplied by, before it is rounded.
+        """
+        return _Apply.apply(x, weights, self)
+
+    def _weighted(self, x: Tensor, weights: Tensor | None) -> Tensor:
+        y = self.formula(x)
+        return y if weights is None else y * weights[..., None]
 
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx, x: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(x, weights)
         ctx.activation = activation
-        return activation.compute(x)
+        return activation.compute(x, weights)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weights = ctx.saved_tensors
         with torch.enable_grad():
             x32 = x.detach().float().requires_grad_()
-            y = ctx.activation.formula(x32)
-        (grad,) = torch.autograd.grad(y, x32, grad_output.float())
-        return grad.to(x.dtype), None
+            inputs = [x32] if weights is None else [x32, weights.detach().requires_grad_()]
+            y = ctx.activation._weighted(x32, weights if weights is None else inputs[1])
+        grad, *of_weights = torch.autograd.grad(y, inputs, grad_output.float())
+        return grad.to(x.dtype), of_weights[0] if of_weights else None, None
 
 
 def activation_of(model: ModelConfig) -> Activation:

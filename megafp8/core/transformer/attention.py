@@ -39,7 +39,9 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = head_norm(f"{name}.q_norm", build) if model.qk_layernorm else None
         self.k_norm = head_norm(f"{name}.k_norm", build) if model.qk_layernorm else None
-        self.core = CoreAttention(build.head_place(f"{name}.core"), model.attention_dropout, build.deterministic)
+        self.core = CoreAttention(
+            build.head_place(f"{name}.core"), model.attention_dropout, build.deterministic, window=model.window
+        )
         self.proj = RowParallelLinear(
             f"{name}.proj",
             heads * self.channels,

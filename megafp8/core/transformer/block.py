@@ -21,7 +21,9 @@ class TransformerBlock(nn.ModuleList):
         plan = build.recompute
         recomputed = min(len(numbers), plan.layers or len(numbers)) if plan.unit else 0
         super().__init__(
-            TransformerLayer(f"layers.{number}", build, recomputed=place < recomputed)
+            TransformerLayer(
+                f"layers.{number}", build, experts=build.model.moe_layers[number], recomputed=place < recomputed
+            )
             for place, number in enumerate(numbers)
         )
         self.unit, self.recomputed = plan.unit, recomputed

@@ -1,8 +1,8 @@
 """Causal attention over sequences, or over packed documents that don't see each other.
 
 Tokens are `[T, heads, channels]` with T = batch * length, batch-major. Query heads share key/value heads in order:
-head h reads group h // (heads / groups). No mask is ever built: documents go through variable-length attention on
-CUDA, and one by one where there is none (CPU, FP32, attention dropout).
+head h reads group h // (heads / groups). Documents and sliding windows go through variable-length attention on CUDA.
+Where there is none (CPU, FP32, attention dropout), documents go one by one, and a window is a mask.
 """
 
 from __future__ import annotations
@@ -45,42 +45,89 @@ class Sequences:
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """softmax(q k^T / sqrt(channels)) v, causal, with dropout on the attention weights in training.
+    """softmax(scale * q k^T) v, causal, with dropout on the attention weights in training.
 
     name: global name, the place of its random numbers. deterministic: only kernels with a deterministic backward.
+    scale: by default 1 / sqrt(channels). window: how many keys before its own a token sees; None: all.
     """
 
     name: str
     dropout: float = 0.0
     deterministic: bool = False
+    scale: float | None = None
+    window: int | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
-        """q: [T, heads, d], k and v: [T, groups, d]; returns [T, heads * d], the tensor that backward keeps."""
+        """q: [T, heads, d], k: [T, groups, d], v: [T, groups, c]; returns [T, heads * c], which backward keeps."""
         p = self.dropout if step.training else 0.0
         with seeded(step.random_seed(self.name), q.device) if p else nullcontext():
-            if sequences.cu_seqlens is None:
+            documents = sequences.cu_seqlens
+            if (documents is not None or self._window(sequences.length)) and _packable(q, p):
+                out = self._packed(q, k, v, sequences)
+            elif documents is None:
                 shape = sequences.batch, sequences.length
                 out = self._dense(*(x.view(*shape, *x.shape[1:]) for x in (q, k, v)), p)
-            elif q.is_cuda and q.dtype == torch.bfloat16 and not p:
-                out = _packed(q, k, v, sequences)
             else:
-                bounds = sequences.cu_seqlens.tolist()
-                documents = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
-                out = torch.cat([self._dense(*(x[d][None] for x in (q, k, v)), p)[0] for d in documents])
+                bounds = documents.tolist()
+                parts = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+                out = torch.cat([self._dense(*(x[part][None] for x in (q, k, v)), p)[0] for part in parts])
         return out.reshape(q.shape[0], -1)
 
+    def _window(self, length: int) -> int | None:
+        """The window, where it hides anything from a sequence of `length` tokens."""
+        return self.window if self.window is not None and self.window < length - 1 else None
+
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-        """q: [b, s, heads, d]; returns the same shape."""
+        """q: [b, s, heads, d]; returns [b, s, heads, c]."""
         backends = DETERMINISTIC if self.deterministic else FASTEST
+        channels, window = v.shape[-1], self._window(q.shape[1])
+        if q.is_cuda and self.deterministic:
+            v = _widened(v, q.shape[-1])
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(backends, set_priority=True) if q.is_cuda else nullcontext():
             out = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                attn_mask=None if window is None else _band(q.shape[2], window, q.device),
+                dropout_p=p,
+                is_causal=window is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
             )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., :channels]
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        bounds, longest = sequences.cu_seqlens, sequences.length
+        if bounds is None:
+            bounds = torch.arange(0, q.shape[0] + 1, longest, dtype=torch.int32, device=q.device)
+        # A document lies within one sequence, so the sequence length bounds it: no need to ask the device.
+        window = self._window(longest)
+        out = varlen_attn(
+            q,
+            k,
+            _widened(v, q.shape[-1]),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1 if window is None else window, 0),
+            **_VARLEN_GQA,
+        )
+        return out[..., : v.shape[-1]]
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
-    # A document lies within one sequence, so the sequence length bounds it: no need to ask the device.
-    bounds, longest = sequences.cu_seqlens, sequences.length
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **_VARLEN_GQA)
+def _packable(q: Tensor, p: float) -> bool:
+    """Whether there is a variable-length kernel for it."""
+    return q.is_cuda and q.dtype == torch.bfloat16 and not p
+
+
+def _widened(v: Tensor, channels: int) -> Tensor:
+    """`v` with zeros up to `channels`: flash attention wants queries, keys and values equally wide."""
+    return v if v.shape[-1] == channels else F.pad(v, (0, channels - v.shape[-1]))
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length]: a query (row) reads itself and `window` keys before."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(-window)

@@ -45,10 +45,13 @@ class Embedding(nn.Module):
         learned = build.model.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(f"{name}.position_embeddings", build) if learned else None
 
-    def forward(self, tokens: Tensor, position_ids: Tensor, step: StepContext) -> Tensor:
-        """tokens, position_ids: int64 [T]; returns [T, hidden], or this rank's part of the tokens."""
+    def forward(self, tokens: Tensor, position_ids: Tensor, step: StepContext, place: str | None = None) -> Tensor:
+        """tokens, position_ids: int64 [T]; returns [T, hidden], or this rank's part of the tokens.
+
+        place: of the dropout, where the embedding is used again.
+        """
         x = self.word_embeddings(tokens, step)
         if self.position_embeddings is not None:
             start, stop = self.tokens.split(position_ids.shape[0])
             x = x + self.position_embeddings(position_ids[start:stop], step)
-        return dropout(x, self.dropout, step, self.place)
+        return dropout(x, self.dropout, step, place or self.place)

@@ -8,9 +8,11 @@ from contextlib import nullcontext
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
+from megafp8.core.moe.layer import MoELayer
 from megafp8.core.tensor_parallel.random import dropout
 from megafp8.core.transformer.attention import SelfAttention
 from megafp8.core.transformer.core_attention import Sequences
+from megafp8.core.transformer.latent_attention import LatentAttention
 from megafp8.core.transformer.mlp import MLP
 from megafp8.core.transformer.norm import Norm, hidden_norm
 from megafp8.core.transformer.recompute import recomputed, remade
@@ -20,30 +22,39 @@ from megafp8.step import StepContext
 class TransformerLayer(nn.Module):
     """name: global name with the global layer number from 0, e.g. "layers.3".
 
-    recomputed: the whole layer runs inside a part that backward computes again.
+    experts: the MLP is a mixture of experts. recomputed: the whole layer runs inside a part that backward computes
+    again.
     """
 
-    def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
+    def __init__(self, name: str, build: BuildContext, *, experts: bool = False, recomputed: bool = False) -> None:
         super().__init__()
         self.places = build.token_place(f"{name}.attention"), build.token_place(f"{name}.mlp")
         self.dropout = build.model.hidden_dropout
-        self.recompute_mlp = "mlp" in build.recompute.modules
+        self.has_experts = experts
+        self.recompute_mlp = ("moe" if experts else "mlp") in build.recompute.modules
         self.remake_norms = "layernorm" in build.recompute.modules and not recomputed
         self.input_norm = hidden_norm(f"{name}.input_norm", build)
-        self.attention = SelfAttention(f"{name}.attention", build)
+        attention = LatentAttention if build.model.multi_latent_attention else SelfAttention
+        self.attention = attention(f"{name}.attention", build)
         self.mlp_norm = hidden_norm(f"{name}.mlp_norm", build)
-        self.mlp = MLP(f"{name}.mlp", build, recomputed=recomputed or self.recompute_mlp)
+        mlp = MoELayer if experts else MLP
+        self.mlp = mlp(f"{name}.mlp", build, recomputed=recomputed or self.recompute_mlp)
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
         y = _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
         x = x + dropout(y, self.dropout, step, self.places[0])
-        y = recomputed(self._mlp, step, x) if self.recompute_mlp else self._mlp(x, step)
+        if self.recompute_mlp:
+            y = recomputed(lambda x, step: self._mlp(x, sequences, step), step, x)
+        else:
+            y = self._mlp(x, sequences, step)
         return x + dropout(y, self.dropout, step, self.places[1])
 
-    def _mlp(self, x: Tensor, step: StepContext) -> Tensor:
-        remake = self.remake_norms and not self.recompute_mlp
-        return _after(self.mlp_norm, x, lambda h: self.mlp(h, step), remake=remake)
+    def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        def run(h: Tensor) -> Tensor:
+            return self.mlp(h, sequences, step) if self.has_experts else self.mlp(h, step)
+
+        return _after(self.mlp_norm, x, run, remake=self.remake_norms and not self.recompute_mlp)
 
 
 def _after(norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor], *, remake: bool) -> Tensor:

@@ -15,12 +15,18 @@ from megafp8.step import StepContext
 
 
 class MLP(nn.Module):
-    """name: global name, e.g. "layers.3.mlp". recomputed: runs inside a part that backward computes again."""
+    """name: global name, e.g. "layers.3.mlp". ffn: inner width, by default the dense layers'.
 
-    def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
+    expert: one of many, which sees only the rows routed to it. recomputed: runs inside a part that backward computes
+    again.
+    """
+
+    def __init__(
+        self, name: str, build: BuildContext, *, ffn: int | None = None, expert: bool = False, recomputed: bool = False
+    ) -> None:
         super().__init__()
         model = build.model
-        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        hidden, ffn = model.hidden_size, ffn or model.ffn_hidden_size
         self.recomputed = recomputed
         self.activation = activation_of(model)
         self.fc1 = ColumnParallelLinear(
@@ -29,7 +35,8 @@ class MLP(nn.Module):
             (2, ffn) if self.activation.gated else (ffn,),
             bias=model.add_bias_linear,
             init_std=model.init_method_std,
-            requantize_input="layernorm" in build.recompute.modules,
+            requantize_input="layernorm" in build.recompute.modules and not expert,
+            expert=expert,
             build=build,
         )
         self.fc2 = RowParallelLinear(
@@ -39,15 +46,16 @@ class MLP(nn.Module):
             bias=model.add_bias_linear,
             init_std=build.output_std,
             requantize_input=True,
+            expert=expert,
             build=build,
         )
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]."""
+    def forward(self, x: Tensor, step: StepContext, weights: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]. weights: FP32 [T], by which rows are multiplied before fc2."""
         inner = self.fc1(x, step)
-        y = self.activation(inner)
+        y = self.activation(inner, weights)
         if self.recomputed or not self.fc2.input_spec().requantizes:
             return self.fc2(y, step)
-        inner = inner.detach()
-        with remade(y, lambda: self.activation.compute(inner)):
+        inner, weights = inner.detach(), None if weights is None else weights.detach()
+        with remade(y, lambda: self.activation.compute(inner, weights)):
             return self.fc2(y, step)

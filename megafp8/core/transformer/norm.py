@@ -74,6 +74,11 @@ def head_norm(name: str, build: BuildContext) -> Norm:
     return _norm(name, build.model.kv_channels, build, build.tp.size > 1)
 
 
+def latent_norm(name: str, size: int, build: BuildContext) -> Norm:
+    """The norm of a latent of `size` channels, which every rank has whole."""
+    return _norm(name, size, build, build.sequence_parallel)
+
+
 def _norm(name: str, size: int, build: BuildContext, gradient_is_part: bool) -> Norm:
     return Norm(
         name,

@@ -3,6 +3,9 @@
 Channel pair i of a head turns by `position * theta^(-2i / d)` (Su et al., RoFormer). The pairs are channels
 (i, i + d/2) by default, neighbours (2i, 2i + 1) when interleaved; the two need differently ordered q and k weights.
 Only the first `rotary_percent` of a head's channels turn. Angles, cosines and sines are FP32.
+
+To run longer sequences than a model was trained for, frequencies are lowered: all alike (linear), only the low ones
+(Llama 3.1), or by YaRN (Peng et al. 2023), which also scales queries and keys, or all attention scores.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ Rotation = tuple[Tensor, Tensor]
 
 def rotary_channels(model: ModelConfig) -> int:
     """Number of rotated channels of a head, an even number."""
-    return int(model.kv_channels * model.rotary_percent) // 2 * 2
+    channels = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
+    return int(channels * model.rotary_percent) // 2 * 2
 
 
 def inverse_frequencies(model: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
@@ -35,6 +39,8 @@ def inverse_frequencies(model: ModelConfig, device: torch.device | str = "cpu") 
         frequencies = frequencies / model.rotary_seq_len_interpolation_factor
     if model.use_rope_scaling:
         frequencies = _llama3(frequencies, model.rope_scaling_factor)
+    if model.rope_type == "yarn":
+        frequencies = _yarn(frequencies, model)
     return frequencies.to(device)
 
 
@@ -46,10 +52,45 @@ def _llama3(frequencies: Tensor, factor: float) -> Tensor:
     return (1 - blend) * frequencies / factor + blend * frequencies
 
 
-def rotation(position_ids: Tensor, frequencies: Tensor) -> Rotation:
-    """Cosines and sines for positions int64 [T]."""
+def _yarn(frequencies: Tensor, model: ModelConfig) -> Tensor:
+    """YaRN: pairs that turn more than `beta_fast` times over the original length keep their frequency, those that turn
+    less than `beta_slow` times are divided by the factor; between the two, by the pair's number, a ramp."""
+    pairs = frequencies.numel()
+
+    def pair_that_turns(times: float) -> float:
+        turns = model.original_max_position_embeddings / (2 * math.pi * times)
+        return pairs * math.log(turns) / math.log(model.rotary_base)
+
+    low = max(math.floor(pair_that_turns(model.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(model.beta_slow)), 2 * pairs - 1)
+    ramp = (torch.arange(pairs) - low) / max(high - low, 0.001)
+    slowed = ramp.clamp(0, 1)
+    return frequencies * (1 - slowed) + frequencies / model.rotary_scaling_factor * slowed
+
+
+def _mscale(factor: float, strength: float) -> float:
+    """YaRN's correction of attention for a context `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
+
+
+def rotation_scale(model: ModelConfig) -> float:
+    """What rotated queries and keys are multiplied by."""
+    if model.rope_type != "yarn":
+        return 1.0
+    factor = model.rotary_scaling_factor
+    return _mscale(factor, model.mscale) / _mscale(factor, model.mscale_all_dim)
+
+
+def score_scale(model: ModelConfig) -> float:
+    """What the products of queries and keys are multiplied by in latent attention."""
+    yarn = _mscale(model.rotary_scaling_factor, model.mscale_all_dim) if model.rope_type == "yarn" else 1.0
+    return yarn * yarn / math.sqrt(model.query_channels)
+
+
+def rotation(position_ids: Tensor, frequencies: Tensor, scale: float = 1.0) -> Rotation:
+    """Cosines and sines, times `scale`, for positions int64 [T]."""
     angles = position_ids[:, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

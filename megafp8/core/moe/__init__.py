@@ -1,0 +1,1 @@
+"""Mixture of experts: router -> permutation -> experts -> weighted sum, and shared experts beside them."""

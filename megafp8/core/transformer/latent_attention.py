@@ -1,0 +1,99 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are made from a narrow latent.
+
+    queries   h -> q_down -> norm -> q_up           per head [unrotated | rotated] channels
+    latent    h -> kv_down                          [latent | rotated key], the latter shared by all heads
+    keys      latent -> norm -> kv_up               per head [unrotated key | value]
+
+Without `--q-lora-rank`, q_proj makes the queries at once; `--qk-layernorm` brings the two norms. All projections are
+FP8 linears. Rotated channels are neighbours in pairs, as in DeepSeek's checkpoints and Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megafp8.core.transformer.core_attention import CoreAttention, Sequences
+from megafp8.core.transformer.norm import latent_norm
+from megafp8.core.transformer.recompute import recomputed
+from megafp8.core.transformer.rope import apply_rotary, score_scale
+from megafp8.step import StepContext
+
+
+class LatentAttention(nn.Module):
+    """name: global name, e.g. "layers.3.attention"."""
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        m = build.model
+        assert build.tp.size == 1, "the configuration refuses it"
+        self.heads, self.plain, self.rotated = m.num_attention_heads, m.qk_head_dim, m.qk_pos_emb_head_dim
+        self.values, self.latent = m.v_head_dim, m.kv_lora_rank
+        self.recompute_core = "core_attn" in build.recompute.modules
+        remade = "layernorm" in build.recompute.modules
+
+        def linear(part: str, in_features: int, out_features: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                f"{name}.{part}",
+                in_features,
+                (out_features,),
+                bias=False,
+                init_std=m.init_method_std,
+                requantize_input=remade and in_features == m.hidden_size and not part.endswith("_up"),
+                build=build,
+            )
+
+        queries = self.heads * m.query_channels
+        self.q_norm = self.kv_norm = None
+        if m.q_lora_rank is None:
+            self.q_proj = linear("q_proj", m.hidden_size, queries)
+        else:
+            self.q_down = linear("q_down", m.hidden_size, m.q_lora_rank)
+            self.q_norm = latent_norm(f"{name}.q_norm", m.q_lora_rank, build) if m.qk_layernorm else None
+            self.q_up = linear("q_up", m.q_lora_rank, queries)
+        self.kv_down = linear("kv_down", m.hidden_size, self.latent + self.rotated)
+        self.kv_norm = latent_norm(f"{name}.kv_norm", self.latent, build) if m.qk_layernorm else None
+        self.kv_up = linear("kv_up", self.latent, self.heads * (self.plain + self.values))
+        self.core = CoreAttention(
+            build.head_place(f"{name}.core"), m.attention_dropout, build.deterministic, score_scale(m), m.window
+        )
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            self.heads * self.values,
+            m.hidden_size,
+            bias=m.add_bias_linear,
+            init_std=build.output_std,
+            requantize_input=not self.recompute_core,
+            build=build,
+        )
+
+    def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]."""
+        q = self._queries(x, sequences, step)
+        k, v = self._keys_and_values(x, sequences, step)
+        if self.recompute_core:
+            out = recomputed(lambda q, k, v, step: self.core(q, k, v, sequences, step), step, q, k, v)
+        else:
+            out = self.core(q, k, v, sequences, step)
+        return self.proj(out, step)
+
+    def _queries(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """[T, heads, unrotated + rotated channels]."""
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x, step)
+        else:
+            low = self.q_down(x, step)
+            q = self.q_up(low if self.q_norm is None else self.q_norm(low), step)
+        plain, turned = q.view(-1, self.heads, self.plain + self.rotated).split((self.plain, self.rotated), -1)
+        return torch.cat([plain, apply_rotary(turned, sequences.rotation, interleaved=True)], -1)
+
+    def _keys_and_values(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
+        """k [T, heads, unrotated + rotated channels], v [T, heads, value channels], each contiguous."""
+        latent, shared = self.kv_down(x, step).split((self.latent, self.rotated), -1)
+        latent = latent.contiguous()
+        up = self.kv_up(latent if self.kv_norm is None else self.kv_norm(latent), step)
+        plain, v = up.view(-1, self.heads, self.plain + self.values).split((self.plain, self.values), -1)
+        shared = apply_rotary(shared[:, None], sequences.rotation, interleaved=True)
+        return torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()

@@ -1,0 +1,75 @@
+"""Multi-token prediction (DeepSeek-V3, section 2.2): each depth predicts one token further ahead.
+
+Depth k (from 0) joins the hidden state of token i with the embedding of token i + k + 1, runs one more layer, and
+predicts token i + k + 2. Embedding and LM head are the model's own; a depth hands its normalized output to the next.
+Tokens whose target lies in another document, or past the sequence, have no loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megafp8.core.build import BuildContext
+from megafp8.core.transformer.core_attention import Sequences
+from megafp8.core.transformer.layer import TransformerLayer
+from megafp8.core.transformer.norm import hidden_norm
+from megafp8.core.transformer.recompute import recomputed
+from megafp8.fp8 import Linear
+from megafp8.params import Init, ParamSpec
+from megafp8.step import StepContext
+
+
+class PredictionDepth(nn.Module):
+    """name: global name, e.g. "mtp.0". Its layer is of the kind of the model's last one."""
+
+    def __init__(self, name: str, build: BuildContext) -> None:
+        super().__init__()
+        model, plan = build.model, build.recompute
+        self.recompute = bool(plan.unit) and plan.layers is None
+        self.embedding_norm = hidden_norm(f"{name}.embedding_norm", build)
+        self.hidden_norm = hidden_norm(f"{name}.hidden_norm", build)
+        width = model.hidden_size
+        spec = ParamSpec(f"{name}.eh_proj.weight", (width, 2 * width), Init("normal", model.init_method_std), True)
+        self.eh_proj = Linear(2 * width, width, False, weight_spec=spec, params_dtype=build.dtype, device=build.device)
+        self.layer = TransformerLayer(f"{name}.layer", build, experts=model.moe_layers[-1], recomputed=self.recompute)
+        self.final_norm = hidden_norm(f"{name}.final_norm", build)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """hidden: what the model, or the depth before, hands to the LM head, [T, hidden]; embedded: of the tokens
+        ahead, [T, hidden]. Returns [T, hidden], for the LM head."""
+        x = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        x = self.eh_proj(x, step)
+        if self.recompute:
+            x = recomputed(lambda x, step: self.layer(x, sequences, step), step, x)
+        else:
+            x = self.layer(x, sequences, step)
+        return self.final_norm(x)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The tokens `distance` further on, [T] each: ids, positions, labels, and the weight of their losses (0 where
+    they are in another document)."""
+
+    tokens: Tensor
+    positions: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+
+def look_ahead(
+    distance: int, tokens: Tensor, positions: Tensor, labels: Tensor, loss_mask: Tensor, sequences: Sequences
+) -> Ahead:
+    """tokens, positions, labels, loss_mask: [T], of T = batch * length tokens."""
+    count = tokens.numel()
+    here = torch.arange(count, device=tokens.device)
+    there = (here + distance).clamp(max=count - 1)
+    if sequences.cu_seqlens is None:
+        document = here // sequences.length
+    else:
+        document = torch.bucketize(here, sequences.cu_seqlens[1:].long(), right=True)
+    valid = (here + distance < count) & (document[there] == document)
+    return Ahead(tokens[there], positions[there], labels[there], loss_mask[there] * valid)
