@@ -60,8 +60,10 @@ say "4/5 FP8: ${FP8[*]}"
 train "$run" "${FP8[@]}"
 
 say "5/5 both curves, and what the FP8 model writes"
-python tools/compare_runs.py "$run/bf16" "$run" --labels BF16 "FP8 blockwise" --output "$run/loss.png"
-python tools/evaluate.py --load "$run/checkpoints" --data-path "$run/data_text_document" --split 90,10,0
+python tools/compare_runs.py "$run/bf16" "$run" --labels BF16 "FP8 blockwise" --output "$run/loss.png" \
+    --max-gap 0.01
+python tools/evaluate.py --load "$run/checkpoints" --data-path "$run/data_text_document" --split 90,10,0 \
+    --output "$run/evaluation.json"
 python tools/generate_text.py --load "$run/checkpoints" --prompt "ROMEO:" --num-tokens 150 --temperature 0.8 \
     --seed 1 --output "$run/sample.txt"
 
