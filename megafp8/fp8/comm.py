@@ -168,12 +168,17 @@ def _take(x: Operand, piece: slice, ranks: int) -> Operand:
     if isinstance(x, Tensor):
         return x.reshape(ranks, -1, *x.shape[1:])[:, piece].flatten(0, 1)
     assert x.orientation == "rowwise", x.orientation
-    data = _take(x.data.view(torch.uint8), piece, ranks).contiguous().view(x.data.dtype)
+    data = _take_bytes(x.data, piece, ranks)
     if x.tile.kind == "tensor":
         return replace(x, data=data)
-    raw = x.scale_inv.contiguous().view(torch.uint8)
-    scale_inv = _take(raw, piece, ranks).contiguous().view(x.scale_inv.dtype)
+    scale_inv = _take_bytes(x.scale_inv, piece, ranks)
     return replace(x, data=data, scale_inv=gemm_layout(scale_inv, x.tile))
+
+
+def _take_bytes(x: Tensor, piece: slice, ranks: int) -> Tensor:
+    """`_take` of FP8 or scales; few operators know 8-bit floats."""
+    raw = x.view(torch.uint8) if x.element_size() == 1 else x
+    return _take(raw, piece, ranks).contiguous().view(x.dtype)
 
 
 def _joined(parts: list[Tensor], ranks: int) -> Tensor:
