@@ -7,6 +7,7 @@ from a history (delayed scaling), pass `scale`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -17,9 +18,20 @@ from megafp8.fp8.formats import OperandSpec, Scale
 from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
 
 
-def _backend(device: torch.device) -> ModuleType:
+@cache
+def _kernels() -> ModuleType | None:
+    """The GPU kernels; None where Triton is not installed."""
+    try:
+        from megafp8.kernels import quantize
+    except ImportError:
+        return None
+    return quantize
+
+
+def _backend(device: torch.device, spec: OperandSpec) -> ModuleType:
     """The module whose `amax` and `quantize` run on `device`: same bytes everywhere, so this is a matter of speed."""
-    return reference
+    kernels = _kernels() if device.type == "cuda" else None
+    return kernels if kernels is not None and kernels.supports(spec) else reference
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Quantizer:
     def amax(self, x: Tensor, orientation: str = "rowwise") -> Tensor:
         """Largest absolute finite value a tile: FP32, in the shape of that orientation's scales."""
         _check(x)
-        return _backend(x.device).amax(x, self.spec.tile, orientation)
+        return _backend(x.device, self.spec).amax(x, self.spec.tile, orientation)
 
     def scales(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """From amaxes: FP32 multipliers, and scale_inv as stored (FP32, or E8M0 bytes for MXFP8)."""
@@ -59,7 +71,7 @@ class Quantizer:
             raise ValueError("quantize: ask for rowwise=True, colwise=True or both")
         if scale is not None and self.spec.tile.kind != "tensor":
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
-        pair = _backend(x.device).quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale)
+        pair = _backend(x.device, self.spec).quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale)
         return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))
 
     def store(
