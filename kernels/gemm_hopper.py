@@ -115,8 +115,8 @@ class Ring:
 
 
 @gluon.constexpr_function
-def stage_bytes(BM, SCALING):
-    """Bytes that TMA writes into one stage."""
+def block_bytes(BM, SCALING):
+    """Bytes that TMA writes for one K block."""
     a_scales = BM * 4 if SCALING != TENSORWISE else 0
     b_scales = {TENSORWISE: 0, BLOCK_1D2D: 128, BLOCK_1D1D: 128 * 4}[SCALING]
     return (BM + 128) * 128 + a_scales + b_scales
@@ -177,9 +177,9 @@ def _scale_b_2d(op, g, n, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _produce(op, ring, BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr, KIND: gl.constexpr,
+def _produce(op, ring, BM: gl.constexpr, STAGES: gl.constexpr, PER: gl.constexpr, BAND: gl.constexpr, KIND: gl.constexpr,
              SCALING: gl.constexpr, SKIP_EMPTY: gl.constexpr):  # fmt: skip
-    nbytes: gl.constexpr = stage_bytes(BM, SCALING)
+    nbytes: gl.constexpr = PER * block_bytes(BM, SCALING)
     stage = 0
     phase = 1
     tile = gl.program_id(0)
@@ -198,20 +198,23 @@ def _produce(op, ring, BM: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexp
                 a_row += _aligned(start)
                 b_row += g * op.N
             scale_b = _scale_b_2d(op, g, n, KIND)
-            for k in range(blocks):
+            for k in range(0, blocks, PER):
                 mbarrier.wait(ring.empty.index(stage), phase)
                 bar = ring.full.index(stage)
                 mbarrier.expect(bar, nbytes)
-                tma.async_copy_global_to_shared(op.a, [a_row, column + k * _BK], bar, ring.a.index(stage))
-                tma.async_copy_global_to_shared(op.b, [b_row, column + k * _BK], bar, ring.b.index(stage))
-                if SCALING != _TENSORWISE:
-                    at = (first_block + k) * op.scale_a_ld + a_row
-                    tma.async_copy_global_to_shared(op.scale_a, [at], bar, ring.scale_a.index(stage))
-                    if SCALING == _1D2D:
-                        at = _aligned(scale_b + k * op.scale_b_k)
-                    else:
-                        at = (first_block + k) * op.scale_b_ld + b_row
-                    tma.async_copy_global_to_shared(op.scale_b, [at], bar, ring.scale_b.index(stage))
+                for i in gl.static_range(PER):
+                    slot = stage * PER + i
+                    at_k = column + (k + i) * _BK
+                    tma.async_copy_global_to_shared(op.a, [a_row, at_k], bar, ring.a.index(slot))
+                    tma.async_copy_global_to_shared(op.b, [b_row, at_k], bar, ring.b.index(slot))
+                    if SCALING != _TENSORWISE:
+                        at = (first_block + k + i) * op.scale_a_ld + a_row
+                        tma.async_copy_global_to_shared(op.scale_a, [at], bar, ring.scale_a.index(slot))
+                        if SCALING == _1D2D:
+                            at = _aligned(scale_b + (k + i) * op.scale_b_k)
+                        else:
+                            at = (first_block + k + i) * op.scale_b_ld + b_row
+                        tma.async_copy_global_to_shared(op.scale_b, [at], bar, ring.scale_b.index(slot))
                 stage, phase = _next(stage, phase, STAGES)
             tile += gl.num_programs(0)
         first_tile += tiles
@@ -228,30 +231,43 @@ def _split(x):
 
 
 @gluon.jit
-def _promote(left, right, partial, ring, stage, scale_b, ROW: gl.constexpr, SCALING: gl.constexpr):
-    """left, right += partial * scales. Column scales are read half a tile at a time, to save registers.
+def _scales(ring, slot, scale_b, like, ROW: gl.constexpr, SCALING: gl.constexpr):
+    """The scales that a promotion needs first, read while the product is still being computed: (rows, left columns).
 
-    scale_b: flat index of the 2D scale; its stage holds the ones from `_aligned(scale_b)` on.
+    scale_b: flat index of the 2D scale; its slot holds the ones from `_aligned(scale_b)` on.
     """
+    rows: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    columns: gl.constexpr = gl.SliceLayout(0, like.type.layout)
+    if SCALING == _TENSORWISE:
+        row = gl.full([_HALF], 1.0, gl.float32, rows)
+        column = gl.full([_HALF], 1.0, gl.float32, columns)
+    elif SCALING == _1D2D:
+        one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scalars = ring.scale_b._reinterpret(gl.float32, [ring.scale_b.shape[0] * 32, 1], one)
+        row = ring.scale_a.index(slot).slice(ROW, _HALF).load(rows)
+        row *= scalars.index(slot * 32 + scale_b % 4).load(rows)
+        column = gl.full([_HALF], 1.0, gl.float32, columns)
+    else:
+        row = ring.scale_a.index(slot).slice(ROW, _HALF).load(rows)
+        column = ring.scale_b.index(slot).slice(0, _HALF).load(columns)
+    return row, column
+
+
+@gluon.jit
+def _promote(left, right, partial, ring, slot, row, column, SCALING: gl.constexpr):
+    """left, right += partial * scales. Column scales are read half a tile at a time, to save registers."""
     p_left, p_right = _split(partial)
-    rows: gl.constexpr = gl.SliceLayout(1, left.type.layout)
-    columns: gl.constexpr = gl.SliceLayout(0, left.type.layout)
     if SCALING == _TENSORWISE:
         left += p_left
         right += p_right
     elif SCALING == _1D2D:
-        scale = ring.scale_a.index(stage).slice(ROW, _HALF).load(rows)
-        one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scalars = ring.scale_b._reinterpret(gl.float32, [ring.scale_b.shape[0] * 32, 1], one)
-        scale = gl.expand_dims(scale * scalars.index(stage * 32 + scale_b % 4).load(rows), 1)
-        left += p_left * scale
-        right += p_right * scale
+        left += p_left * gl.expand_dims(row, 1)
+        right += p_right * gl.expand_dims(row, 1)
     else:
-        row_scale = gl.expand_dims(ring.scale_a.index(stage).slice(ROW, _HALF).load(rows), 1)
-        scale = gl.expand_dims(ring.scale_b.index(stage).slice(0, _HALF).load(columns), 0)
-        left += (p_left * scale) * row_scale
-        scale = gl.expand_dims(ring.scale_b.index(stage).slice(_HALF, _HALF).load(columns), 0)
-        right += (p_right * scale) * row_scale
+        columns: gl.constexpr = gl.SliceLayout(0, left.type.layout)
+        right_column = ring.scale_b.index(slot).slice(_HALF, _HALF).load(columns)
+        left += (p_left * gl.expand_dims(column, 0)) * gl.expand_dims(row, 1)
+        right += (p_right * gl.expand_dims(right_column, 0)) * gl.expand_dims(row, 1)
     return left, right
 
 
@@ -334,41 +350,43 @@ def _multiply(ring, stage, partial, ROW: gl.constexpr, use_acc=False):
 
 
 @gluon.jit
-def _loop_pairs(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr,
-                KIND: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
-    """64 rows a warpgroup, two K blocks in flight: the second is multiplied while the first is promoted."""
+def _loop_pairs(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr,
+                STAGES: gl.constexpr, KIND: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
+    """64 rows a warpgroup, two K blocks a stage and in flight: the second multiplies while the first is promoted."""
     zero = gl.zeros([_HALF, _BN], gl.float32, MMA)
     left, right = _split(zero)
     blocks = gl.cdiv(depth, _BK)
-    for pair in range(blocks // 2):
-        stage_1, phase_1 = _next(stage, phase, STAGES)
+    for k in range(0, blocks - 1, 2):
+        slot = stage * 2
         mbarrier.wait(ring.full.index(stage), phase)
-        partial = _multiply(ring, stage, zero, ROW)
-        mbarrier.wait(ring.full.index(stage_1), phase_1)
-        _mask_tail(ring.a.index(stage_1).slice(ROW, _HALF), ring.b.index(stage_1), depth - pair * 2 * _BK - _BK, KIND)
-        partial_1 = _multiply(ring, stage_1, zero, ROW)
+        _mask_tail(ring.a.index(slot + 1).slice(ROW, _HALF), ring.b.index(slot + 1), depth - (k + 1) * _BK, KIND)
+        partial = _multiply(ring, slot, zero, ROW)
+        partial_1 = _multiply(ring, slot + 1, zero, ROW)
+        row, column = _scales(ring, slot, scale_b, left, ROW, SCALING)
         partial = warpgroup_mma_wait(1, [partial])
-        left, right = _promote(left, right, partial, ring, stage, scale_b, ROW, SCALING)
-        mbarrier.arrive(ring.empty.index(stage), count=1)
+        left, right = _promote(left, right, partial, ring, slot, row, column, SCALING)
+        row, column = _scales(ring, slot + 1, scale_b + scale_b_k, left, ROW, SCALING)
         partial_1 = warpgroup_mma_wait(0, [partial_1])
-        left, right = _promote(left, right, partial_1, ring, stage_1, scale_b + scale_b_k, ROW, SCALING)
-        mbarrier.arrive(ring.empty.index(stage_1), count=1)
+        left, right = _promote(left, right, partial_1, ring, slot + 1, row, column, SCALING)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         scale_b += 2 * scale_b_k
-        stage, phase = _next(stage_1, phase_1, STAGES)
+        stage, phase = _next(stage, phase, STAGES)
     if blocks % 2 == 1:
+        slot = stage * 2
         mbarrier.wait(ring.full.index(stage), phase)
-        _mask_tail(ring.a.index(stage).slice(ROW, _HALF), ring.b.index(stage), depth - (blocks - 1) * _BK, KIND)
-        partial = _multiply(ring, stage, zero, ROW)
+        _mask_tail(ring.a.index(slot).slice(ROW, _HALF), ring.b.index(slot), depth - (blocks - 1) * _BK, KIND)
+        partial = _multiply(ring, slot, zero, ROW)
+        row, column = _scales(ring, slot, scale_b, left, ROW, SCALING)
         partial = warpgroup_mma_wait(0, [partial])
-        left, right = _promote(left, right, partial, ring, stage, scale_b, ROW, SCALING)
+        left, right = _promote(left, right, partial, ring, slot, row, column, SCALING)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         stage, phase = _next(stage, phase, STAGES)
     return left, right, stage, phase
 
 
 @gluon.jit
-def _loop_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr,
-                 KIND: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
+def _loop_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr,
+                 STAGES: gl.constexpr, KIND: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
     """128 rows a warpgroup as two halves, one product in flight; another warpgroup multiplies meanwhile.
 
     Accumulators pass through `warpgroup_mma_wait` after a promotion: without it, ptxas delays the promotion past the
@@ -382,12 +400,14 @@ def _loop_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexp
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(stage).slice(ROW, 2 * _HALF), ring.b.index(stage), depth - k * _BK, KIND)
         partial = _multiply(ring, stage, partial, ROW)
+        row, column = _scales(ring, stage, scale_b, left_0, ROW, SCALING)
         partial = warpgroup_mma_wait(0, [partial])
-        left_0, right_0 = _promote(left_0, right_0, partial, ring, stage, scale_b, ROW, SCALING)
+        left_0, right_0 = _promote(left_0, right_0, partial, ring, stage, row, column, SCALING)
         left_0, right_0 = warpgroup_mma_wait(0, [left_0, right_0])
         partial = _multiply(ring, stage, partial, ROW + _HALF)
+        row, column = _scales(ring, stage, scale_b, left_1, ROW + _HALF, SCALING)
         partial = warpgroup_mma_wait(0, [partial])
-        left_1, right_1 = _promote(left_1, right_1, partial, ring, stage, scale_b, ROW + _HALF, SCALING)
+        left_1, right_1 = _promote(left_1, right_1, partial, ring, stage, row, column, SCALING)
         left_1, right_1 = warpgroup_mma_wait(0, [left_1, right_1])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         scale_b += scale_b_k
@@ -476,10 +496,11 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     """Persistent: launched with num_warps=4 on as many CTAs as fit. REGISTERS is a consumer thread's."""
     BM: gl.constexpr = WARPGROUPS * ROWS
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
-    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, _BK], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES, _BN, _BK], b_desc.layout)
-    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BM], flat)
-    b_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _BN if SCALING == _1D1D else 32], flat)
+    PER: gl.constexpr = 2 if ROWS == 64 else 1  # K blocks a stage
+    a_smem = gl.allocate_shared_memory(a_desc.dtype, [STAGES * PER, BM, _BK], a_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [STAGES * PER, _BN, _BK], b_desc.layout)
+    a_scales = gl.allocate_shared_memory(gl.float32, [STAGES * PER, BM], flat)
+    b_scales = gl.allocate_shared_memory(gl.float32, [STAGES * PER, _BN if SCALING == _1D1D else 32], flat)
     staging = gl.allocate_shared_memory(gl.bfloat16, [WARPGROUPS, _HALF if TMA_STORE else 8, _HALF], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -495,11 +516,11 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_consume, (op, out, ring, staging, 0, ROWS, BM, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)),
-            (_produce, (op, ring, BM, STAGES, BAND, KIND, SCALING, ACCUMULATE)),
+            (_produce, (op, ring, BM, STAGES, PER, BAND, KIND, SCALING, ACCUMULATE)),
         ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (op, out, ring, staging, 0, ROWS, BM, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)),
             (_consume, (op, out, ring, staging, 1, ROWS, BM, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)),
-            (_produce, (op, ring, BM, STAGES, BAND, KIND, SCALING, ACCUMULATE)),
+            (_produce, (op, ring, BM, STAGES, PER, BAND, KIND, SCALING, ACCUMULATE)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

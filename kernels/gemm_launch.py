@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import CompiledKernel
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -19,6 +21,9 @@ from . import gemm_hopper, gemm_regroup, gemm_tl
 from .gemm_hopper import BLOCK_1D1D, BLOCK_1D2D, DENSE, GROUPED_K, GROUPED_M, TENSORWISE
 
 BLOCK = 128
+_OPERAND = gl.NVMMASharedLayout(128, 8, 2)
+_PIECE = gl.NVMMASharedLayout(128, 16, 2)
+_SCALES = gl.NVMMASharedLayout(0, 32, 1)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -80,7 +85,7 @@ def hopper_config(problem: Problem) -> HopperConfig:
     """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md."""
     if problem.fast:
         return HopperConfig(2, 128, 4)
-    return HopperConfig(2, 64, 6)
+    return HopperConfig(2, 64, 3)
 
 
 @cache
@@ -114,42 +119,66 @@ def launch(problem: Problem, backend: str | None = None) -> None:
 def _launch_gluon(p: Problem, index: int | None) -> None:
     config = hopper_config(p)
     BM = config.warpgroups * config.rows
-    a, b = aligned(p.a), aligned(p.b)
     scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
-    wide = gl.NVMMASharedLayout(128, 8, 2)
-    a_desc = GluonDescriptor.from_tensor(a, [BM, BLOCK], wide)
-    b_desc = GluonDescriptor.from_tensor(b, [BLOCK, BLOCK], wide)
+    a_desc = GluonDescriptor.from_tensor(aligned(p.a), [BM, BLOCK], _OPERAND)
+    b_desc = GluonDescriptor.from_tensor(aligned(p.b), [BLOCK, BLOCK], _OPERAND)
     scale_a_desc = scale_b_desc = a_desc  # unused by tensorwise
     if p.scaling != TENSORWISE:
-        flat = gl.NVMMASharedLayout(0, 32, 1)
-        scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], flat)
-        scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [32 if p.scaling == BLOCK_1D2D else BLOCK], flat)
+        scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], _SCALES)
+        width = 32 if p.scaling == BLOCK_1D2D else BLOCK
+        scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [width], _SCALES)
     tma_store = p.kind != GROUPED_K and not p.accumulate and p.out.dtype == torch.bfloat16 and tma_ready(p.out)
-    piece = gl.NVMMASharedLayout(128, 16, 2)
-    c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], piece) if tma_store else a_desc
-    grid = _grid(p, BM, config.ctas * multiprocessors(index))
-    gemm_hopper.gemm_kernel[grid](
-        a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, *_pointers(p, scale_a, scale_b), p.groups, p.M, p.N, p.K,
-        scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0),
-        WARPGROUPS=config.warpgroups, ROWS=config.rows, STAGES=config.stages, BAND=config.band, KIND=p.kind,
-        SCALING=p.scaling, FAST=p.fast, HAS_BIAS=p.bias is not None, ACCUMULATE=p.accumulate, TMA_STORE=tma_store,
-        REGISTERS=240, num_warps=4, maxnreg=128 if config.warpgroups == 1 else 168,
-    )  # fmt: skip
+    c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], _PIECE) if tma_store else a_desc
+    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
+    constants = {
+        "WARPGROUPS": config.warpgroups, "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
+        "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
+        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "REGISTERS": 240,
+    }  # fmt: skip
+    _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, config.ctas * multiprocessors(index)),
+         (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
+         {"num_warps": 4, "maxnreg": 128 if config.warpgroups == 1 else 168})  # fmt: skip
 
 
 def _launch_tl(p: Problem, index: int | None) -> None:
     BM, BN = 128, 128
-    a, b = aligned(p.a), aligned(p.b)
     scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
-    a_desc = TensorDescriptor.from_tensor(a, [BM, BLOCK])
-    b_desc = TensorDescriptor.from_tensor(b, [BN, BLOCK])
-    gemm_tl.gemm_kernel[_grid(p, BM, multiprocessors(index))](
-        a_desc, b_desc, *_pointers(p, scale_a, scale_b), p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k,
-        p.padding, p.out.stride(-2), p.out.stride(0), BM=BM, BN=BN, BAND=8, KIND=p.kind, SCALING=p.scaling, FAST=p.fast,
-        HAS_BIAS=p.bias is not None, ACCUMULATE=p.accumulate, num_warps=8, num_stages=4,
+    a_desc = TensorDescriptor.from_tensor(aligned(p.a), [BM, BLOCK])
+    b_desc = TensorDescriptor.from_tensor(aligned(p.b), [BN, BLOCK])
+    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
+    constants = {
+        "BM": BM, "BN": BN, "BAND": 8, "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast,
+        "HAS_BIAS": p.bias is not None, "ACCUMULATE": p.accumulate,
+    }  # fmt: skip
+    _run(gemm_tl.gemm_kernel, index, _grid(p, BM, multiprocessors(index)), (a_desc, b_desc),
+         _pointers(p, scale_a, scale_b), sizes, constants, {"num_warps": 8, "num_stages": 4})  # fmt: skip
+
+
+_compiled: dict[tuple, CompiledKernel] = {}
+
+
+def _run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, pointers: tuple[Tensor, ...],
+         sizes: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]) -> None:  # fmt: skip
+    """Launches; from the second time on without Triton's own argument inspection, which costs the host about 0.1 ms.
+
+    The key holds all that Triton specializes these kernels on: pointers by alignment, the sizes N and C's row stride
+    by divisibility, the others by their width only.
+    """
+    specialized = (sizes[2], sizes[-2])
+    key = (
+        kernel, index, tuple(d.base.dtype for d in descriptors), tuple((t.dtype, t.data_ptr() % 16) for t in pointers),
+        tuple((n == 1, n % 16 == 0) for n in specialized), tuple(n >= 2**31 for n in sizes), *constants.values(),
     )  # fmt: skip
+    compiled = _compiled.get(key)
+    arguments = (*descriptors, *pointers, *sizes)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)](*arguments, *constants.values())
+        return
+    compiled = kernel[grid](*arguments, **constants, **options)
+    if compiled is not None:
+        _compiled[key] = compiled
 
 
 def _pointers(p: Problem, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, ...]:
