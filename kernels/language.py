@@ -15,11 +15,22 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language._core import builtin
 
 
+class _InterpretedMemory:
+    """Shared memory that was written once."""
+
+    def __init__(self, value: tl.tensor) -> None:
+        self.value = value
+
+    def load(self, layout: Any) -> tl.tensor:
+        return self.value
+
+
 class _Interpreted:
     """`triton.language` under Gluon's names. Looked up at every call, since the interpreter replaces its functions."""
 
     BlockedLayout = gluon_language.BlockedLayout
     DistributedLinearLayout = gluon_language.DistributedLinearLayout
+    SwizzledSharedLayout = gluon_language.SwizzledSharedLayout
     SliceLayout = staticmethod(lambda dim, parent: None)
 
     def __getattr__(self, name: str) -> Any:
@@ -32,6 +43,10 @@ class _Interpreted:
     @staticmethod
     def zeros(shape: Any, dtype: tl.dtype, layout: Any = None) -> tl.tensor:
         return tl.zeros(shape, dtype)
+
+    @staticmethod
+    def allocate_shared_memory(dtype: tl.dtype, shape: Any, layout: Any, value: tl.tensor) -> _InterpretedMemory:
+        return _InterpretedMemory(value)
 
     @staticmethod
     def convert_layout(x: tl.tensor, layout: Any) -> tl.tensor:

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .quantize_configs import AMAX, AMAX_STRIDED, BOTH, CAST, CAST_TRANSPOSED, COLUMNS, ROWS, SQUARES
+from .quantize_configs import AMAX, AMAX_STRIDED, BOTH, BOTH_32, CAST, CAST_TRANSPOSED, COLUMNS, ROWS, SQUARES
 from .quantize_tensorwise import amax_kernel, cast_kernel, finish_amax_kernel
 from .quantize_tiles import quantize_1d_kernel, quantize_2d_kernel, tile_amax_kernel
 
@@ -134,7 +134,7 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
 def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax, amax_colwise = x.t(), col, row, amax_colwise, amax
-    config = BOTH if row and col else ROWS if row else COLUMNS
+    config = ROWS if not col else COLUMNS if not row else BOTH if spec.tile.block > 32 else BOTH_32
     quantize_1d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),

@@ -48,22 +48,26 @@ def multiprocessors(device: torch.device) -> int:
 
 
 ROWS = Config(32, 128, 4)
+COLUMNS = Config(128, 64, 4, r=8, c=8)
 BOTH = Config(128, 128, 8, r=4)
-COLUMNS = Config(128, 128, 8, r=4)
-SQUARES = Config(128, 128, 8, r=4)
+BOTH_32 = Config(64, 128, 4, r=4)  # quantization tiles of at most 32
+SQUARES = Config(128, 128, 8, r=8, c=8)
 AMAX = Config(1, 4096, 4, ctas=8)
 AMAX_STRIDED = Config(64, 128, 8, ctas=4)
-CAST = Config(1, 8192, 8)
+CAST = Config(1, 4096, 4)
 CAST_TRANSPOSED = Config(128, 128, 8, r=4)
 GROUPED = Config(128, 128, 8, r=4)
-TRANSPOSE = Config(128, 128, 8, r=4)
-NORM_COLUMNS = Config(128, 128, 8, r=4)
-SWIGLU_ROWS = Config(32, 128, 4)
-SWIGLU_BOTH = Config(128, 128, 8, r=4)
+GROUPED_COLUMNS = Config(128, 64, 4, r=8, c=8)
+TRANSPOSE = Config(128, 128, 4, r=8)
+NORM_COLUMNS = Config(128, 64, 4, r=8, c=8)
+NORM_BOTH = Config(128, 128, 8, r=4)
+SWIGLU_ROWS = Config(64, 128, 8, r=2)
+SWIGLU_COLUMNS = Config(128, 64, 8, r=4, c=8)
+SWIGLU_BOTH = Config(128, 128, 16, r=8, c=4)
 SWIGLU_GRAD = Config(128, 128, 16, r=4, c=8)
 
 
 def norm_rows_config(hidden: int) -> Config:
-    """One program normalizes whole rows, held in registers: `block_k` is the power of two from `hidden` up."""
-    width = max(512, 1 << max(hidden - 1, 1).bit_length())
-    return Config(1, width, max(1, min(16, width // 1024)))
+    """One program a row of `hidden` elements, `block_k` at a time: few warps, so that pieces come out even."""
+    warps = next((w for w in (2, 4) if hidden % (512 * w) == 0), 4)
+    return Config(1, 512 * warps, warps)

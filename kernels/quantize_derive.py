@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .language import gl, jit, layout_of
 from .quantize import Stored, allocate, allocate_scales, pointers, scale_ld, spec_arguments, tile_epsilon
-from .quantize_configs import GROUPED, TRANSPOSE
+from .quantize_configs import GROUPED, GROUPED_COLUMNS, TRANSPOSE
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
@@ -49,10 +49,10 @@ def decode_scale(scale):
 def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m0, m_end, cols, k0, K, stride_m,
                         stride_k, B: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """Rowwise bytes dequantized to FP32 (exact under power-of-two scales)."""
-    G: gl.constexpr = BLOCK_K // B
+    G: gl.constexpr = BLOCK_K // B if BLOCK_K > B else 1
     ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
     q = gl.load(ptrs, mask=tile_mask(rows, cols, m_end, K), other=0.0).to(gl.float32)
-    q = gl.reshape(q, (BLOCK_M, G, B))
+    q = gl.reshape(q, (BLOCK_M, G, BLOCK_K // G))
     SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(q))
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
     b = k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES))
@@ -100,8 +100,8 @@ def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scal
         m0, m_end, first_block = tile * BLOCK_M, M, tile * (BLOCK_M // B)
     else:
         m0, m_end, first_block = find_expert(offsets_ptr, tile, experts, EXPERTS, BLOCK_M, B, W)
-        m0 = gl.multiple_of(m0, ALIGNMENT)
-        m_end = gl.multiple_of(m_end, ALIGNMENT)
+        m0 = m0 // ALIGNMENT * ALIGNMENT  # tells the compiler how wide stores may be
+        m_end = m_end // ALIGNMENT * ALIGNMENT
     if m0 >= m_end:
         return
     rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
@@ -183,7 +183,7 @@ def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool,
     data, scale_inv = allocate(K, M, spec, x.device)
     if experts:
         scale_inv = allocate_scales(K, M // spec.tile.block + experts, "1d", scale_inv.dtype, x.device)
-    config = GROUPED
+    config = GROUPED if rowwise else GROUPED_COLUMNS
     row_tiles = M // config.block_m + experts if experts else -(-M // config.block_m)
     if M and K:
         scale = pointers((x, x_scale))[1] if x_scale is not None else None

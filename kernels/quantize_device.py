@@ -65,10 +65,20 @@ def nonfinite_to_nan(x):
 
 
 @jit
+def to_compute_dtype(x, dtype: gl.constexpr):
+    """x rounded to nearest even. (Packed conversions to BF16 are fast, single ones very slow.)"""
+    if dtype == gl.bfloat16 and not INTERPRETED:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True,
+                                      pack=2)
+    else:
+        y = x.to(dtype)
+    return y
+
+
+@jit
 def round_through(x, dtype: gl.constexpr):
     """FP32 values rounded to a compute dtype, non-finite ones as NaN: what the quantizer would read from memory."""
     if dtype == gl.bfloat16 and not INTERPRETED:
-        # Two at a time: the single conversion is one of the slowest instructions, the packed one is a fast one.
         y = gl.inline_asm_elementwise(
             "{ .reg .b32 p, zero; mov.b32 zero, 0; cvt.rn.bf16x2.f32 p, $3, $2; fma.rn.bf16x2 p, p, zero, p;"
             " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }",
@@ -146,14 +156,20 @@ def tile_mask(rows, cols, M, K):
 
 
 @jit
-def load_tile(ptr, rows, cols, M, K, stride_m, stride_k, EVEN: gl.constexpr):
-    """A tile as FP32 with non-finite elements as NaN; outside [M, K] it is zero."""
-    ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
+def load_f32(ptrs, mask, EVEN: gl.constexpr):
+    """FP32 of what lies there; zero outside the mask, which EVEN says is nowhere."""
     if EVEN:
         x = gl.load(ptrs)
     else:
-        x = gl.load(ptrs, mask=tile_mask(rows, cols, M, K), other=0.0)
-    return nonfinite_to_nan(x.to(gl.float32))
+        x = gl.load(ptrs, mask=mask, other=0.0)
+    return x.to(gl.float32)
+
+
+@jit
+def load_tile(ptr, rows, cols, M, K, stride_m, stride_k, EVEN: gl.constexpr):
+    """A tile as FP32 with non-finite elements as NaN; outside [M, K] it is zero."""
+    ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
+    return nonfinite_to_nan(load_f32(ptrs, tile_mask(rows, cols, M, K), EVEN))
 
 
 @jit

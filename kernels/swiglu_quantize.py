@@ -15,15 +15,18 @@ from torch import Tensor
 
 from .language import INTERPRETED, gl, jit
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
-from .quantize_configs import SWIGLU_BOTH, SWIGLU_GRAD, SWIGLU_ROWS
+from .quantize_configs import SWIGLU_BOTH, SWIGLU_COLUMNS, SWIGLU_GRAD, SWIGLU_ROWS
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
+    load_f32,
+    nonfinite_to_nan,
     round_through,
     tile_layout,
     tile_mask,
     tile_offsets,
     tile_origin,
+    to_compute_dtype,
 )
 
 if TYPE_CHECKING:
@@ -80,15 +83,6 @@ def swiglu_grad(dy, gate, up):
 
 
 @jit
-def load_f32(ptrs, mask, EVEN: gl.constexpr):
-    if EVEN:
-        x = gl.load(ptrs)
-    else:
-        x = gl.load(ptrs, mask=mask, other=0.0)
-    return x.to(gl.float32)
-
-
-@jit
 def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, F, stride_t, row_scale_ld,
                   col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
                   BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
@@ -100,7 +94,7 @@ def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, 
     ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
     y = swiglu(load_f32(ptrs, mask, EVEN), load_f32(ptrs + F, mask, EVEN))
     if y_ptr is not None:
-        gl.store(y_ptr + tile_offsets(rows, cols, F, 1), y.to(x_ptr.dtype.element_ty), mask=mask)
+        gl.store(y_ptr + tile_offsets(rows, cols, F, 1), to_compute_dtype(y, x_ptr.dtype.element_ty), mask=mask)
     y = round_through(y, x_ptr.dtype.element_ty)
     if col_ptr is not None:
         emit_colwise(y, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F, FMAX, B, SCALE,
@@ -111,17 +105,14 @@ def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, 
 
 
 @jit
-def emit_half(d, dtype: gl.constexpr, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
-              T, F2, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
-              EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-              W: gl.constexpr):
+def emit_half(d, rows, t0, cols, f0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, F2, row_scale_ld, col_scale_ld,
+              epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """One half (gate or up) of d(fc1 output), whose columns in [T, 2f] are `cols`.
 
     Its tiles are tiles of the whole [T, 2f] only if f is a multiple of 128; otherwise the host asks for dx alone.
     """
-    if dx_ptr is not None:
-        gl.store(dx_ptr + tile_offsets(rows, cols, F2, 1), d.to(dtype), mask=mask)
-    d = round_through(d, dtype)
+    d = nonfinite_to_nan(d.to(gl.float32))
     if col_ptr is not None:
         emit_colwise(d, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F2, FMAX, B, SCALE,
                      EVEN, BLOCK_M, BLOCK_K, R, C, W)
@@ -136,8 +127,13 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, c
                        y_epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, Y_FMAX: gl.constexpr,
                        Y_B: gl.constexpr, Y_SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
                        BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Three results of one tile are quantized one after the other; those that wait do so in shared memory.
+
+    In registers they would leave room for only one program a multiprocessor.
+    """
     dtype: gl.constexpr = dy_ptr.dtype.element_ty
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    WAITING: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
     rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = f0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
@@ -145,14 +141,20 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, c
     x_ptrs = x_ptr + tile_offsets(rows, cols, stride_x, 1)
     dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
     d_gate, d_up, y = swiglu_grad(dy, load_f32(x_ptrs, mask, EVEN), load_f32(x_ptrs + F, mask, EVEN))
+    d_gate = to_compute_dtype(d_gate, dtype)
+    d_up = to_compute_dtype(d_up, dtype)
+    if dx_ptr is not None:
+        gl.store(dx_ptr + tile_offsets(rows, cols, 2 * F, 1), d_gate, mask=mask)
+        gl.store(dx_ptr + tile_offsets(rows, cols + F, 2 * F, 1), d_up, mask=mask)
+    d_gate = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_gate)
+    d_up = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_up)
     if y_col_ptr is not None:
-        y = round_through(y, dtype)
-        emit_colwise(y, t0, f0, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B, y_epsilon, T, T, F, Y_FMAX,
-                     Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
-    emit_half(d_gate, dtype, mask, rows, t0, cols, f0, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
-              2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
-    emit_half(d_up, dtype, mask, rows, t0, cols + F, f0 + F, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T,
-              2 * F, row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+        emit_colwise(round_through(y, dtype), t0, f0, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B,
+                     y_epsilon, T, T, F, Y_FMAX, Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_gate.load(L), rows, t0, cols, f0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, 2 * F,
+              row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_up.load(L), rows, t0, cols + F, f0 + F, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, 2 * F,
+              row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class SwigluQuantized(NamedTuple):
@@ -183,7 +185,7 @@ def swiglu_quantize(x: Tensor, spec: Spec, *, rowwise: bool = True, colwise: boo
     y = torch.empty(T, F, dtype=x.dtype, device=x.device) if high_precision else None
     row = allocate(T, F, spec, x.device) if rowwise else None
     col = allocate(F, T, spec, x.device) if colwise else None
-    config = SWIGLU_BOTH if colwise else SWIGLU_ROWS
+    config = SWIGLU_ROWS if not colwise else SWIGLU_BOTH if rowwise else SWIGLU_COLUMNS
     if T and F:
         swiglu_kernel[config.grid(T, F, x.device)](
             x, y, *pointers(row), *pointers(col), T, F, x.stride(0), scale_ld(row), scale_ld(col),
