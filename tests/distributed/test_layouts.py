@@ -1,9 +1,13 @@
 """Every layout equals one process (FP32, gradient accumulation), at random initialization and in a trained model."""
 
+from functools import partial
+
 import pytest
 
+from megafp8.checkpoint import save_checkpoint
 from tests.distributed.layouts import GPT2, LLAMA, Layout, compare, run_layout
 
+MODELS = {"llama": LLAMA, "gpt2": GPT2}
 LAYOUTS = [
     Layout(tp=2),
     Layout(tp=2, sp=True),
@@ -11,16 +15,45 @@ LAYOUTS = [
     Layout(dp=2),
     Layout(tp=2, dp=2),
     Layout(tp=2, sp=True, dp=2),
-    Layout(tp=4, sp=True),
+    Layout(tp=4, sp=True, overlap=True),
 ]
 
 
 @pytest.fixture(scope="module")
-def expected(pool_of_module):
-    return {name: run_layout(pool_of_module, model, Layout()) for name, model in (("llama", LLAMA), ("gpt2", GPT2))}
+def fresh(pool_of_module):
+    """One process, from the start: name -> Run."""
+    return {name: run_layout(pool_of_module, model, Layout()) for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_layout_equals_one_process(pool, expected, name, layout):
-    compare(run_layout(pool, {"llama": LLAMA, "gpt2": GPT2}[name], layout), expected[name])
+@pytest.mark.parametrize("name", MODELS)
+def test_layout_equals_one_process(pool, fresh, name, layout):
+    """CASES 14, 18, 82: norms see a part of the tokens, samples have 0 to all valid tokens, the vocabulary is 101."""
+    compare(run_layout(pool, MODELS[name], layout), fresh[name])
+
+
+def save_to(directory: str, model, optimizer, parallel) -> None:
+    save_checkpoint(directory, 50, optimizer.weights.state() | optimizer.state(), {}, parallel=parallel)
+
+
+@pytest.fixture(scope="module")
+def trained(pool_of_module, tmp_path_factory):
+    """One process, trained for 50 steps and saved: (directory, Run of the next 5 steps)."""
+    directory = str(tmp_path_factory.mktemp("trained"))
+    fast = LLAMA | {"lr": 3e-3, "min_lr": 3e-3}
+    run = run_layout(pool_of_module, fast, Layout(), 50, observe=partial(save_to, directory))
+    assert run.losses[-1] < 0.8 * run.losses[0]
+    return directory, run_layout(pool_of_module, LLAMA, Layout(), load=directory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout_equals_one_process_after_50_steps(pool, trained, layout):
+    directory, expected = trained
+    compare(run_layout(pool, LLAMA, layout, load=directory), expected)
+
+
+def test_microbatch_size_changes_nothing(pool, fresh):
+    """CASES 18: a sample without a valid token, alone in its micro-batch on its rank, weighs nothing."""
+    small = LLAMA | {"micro_batch_size": 1}
+    for layout in (Layout(), Layout(dp=2), Layout(dp=4)):
+        compare(run_layout(pool, small, layout), fresh["llama"])
