@@ -123,7 +123,7 @@ class ModelConfig:
         ("aux_loss",),
         "Auxiliary losses that balance the load: over a microbatch, over each sequence, or none.",
         nargs="+",
-        choices=BALANCING,
+        metavar="TYPE",
         shown_default="aux_loss",
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag(

@@ -27,7 +27,7 @@ def layer_pattern(flag: str, text: str, layers: int) -> tuple[bool, ...]:
     if any(item not in (0, 1) for item in value):
         raise ValueError(f"{flag} {text}: the list must hold zeros and ones")
     if len(value) != layers:
-        raise ValueError(f"{flag} {text} is for {len(value)} layers, but --num-layers is {layers}; make them equal")
+        raise ValueError(f"{flag} {text} is for {len(value)} layers, not --num-layers {layers}; make them equal")
     return tuple(map(bool, value))
 
 

@@ -14,79 +14,31 @@ of a head, V padded vocabulary, e bytes of the compute dtype. q8(T x K) is an FP
     final_norm, lm_head    T h e each
     loss                   T V e (logits) and a few numbers a token
 
+Latent attention and mixtures of experts: layer_activations.py. A depth of multi-token prediction holds 2 T h e for its
+linear, the inputs of its three norms, a layer, and what the LM head and the loss hold.
+
 Recomputation keeps inputs instead: of whole layers (a unit's input, T h e), of the core attention (q, k, v), of the
-MLP (mlp_norm's input), or of norms (their outputs are made anew).
+MLP or the mixture of experts (mlp_norm's input), or of norms (their outputs are made anew).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from megafp8.config import Config
-from megafp8.fp8 import Recipe, gemm, policy
-from megafp8.fp8.formats import Scale
+from megafp8.fp8 import policy
+from megafp8.plan.layer_activations import Activation, LayerPlan, Sizes, quantized_bytes
+from megafp8.plan.shapes import LayerShape, layers
+
+__all__ = ["Activation", "activations", "by_module", "peak_extra", "quantized_bytes"]
 
 IDS_BYTES = 8
 """A token id is int64."""
 LOSS_BYTES = 8 + 1 + 4 + 4
 """The loss keeps a token's target, whether it is on this rank, the largest logit and the log of the sum."""
-
-
-@dataclass(frozen=True)
-class Activation:
-    """Bytes that `module` holds. what: which tensors, in words."""
-
-    module: str
-    what: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """The quantities of the formulas above."""
-
-    tokens: int
-    hidden: int
-    ffn: int
-    inner: int
-    heads: int
-    groups: int
-    width: int
-    element: int
-    norm_input: int
-    """bytes an element of what a norm keeps of its input: FP32 where its weight is stored minus one"""
-    statistics: int
-    """FP32 numbers a normalized row: 1 for RMSNorm, 2 for LayerNorm"""
-
-    @staticmethod
-    def of(config: Config) -> _Sizes:
-        m = config.model
-        element = 2 if config.train.bf16 else 4
-        return _Sizes(
-            tokens=config.train.micro_batch_size * config.data.seq_length,
-            hidden=m.hidden_size,
-            ffn=m.ffn_hidden_size,
-            inner=m.ffn_hidden_size * (2 if m.swiglu else 1),
-            heads=m.num_attention_heads,
-            groups=m.num_query_groups,
-            width=m.kv_channels,
-            element=element,
-            norm_input=4 if m.apply_layernorm_1p else element,
-            statistics=2 if m.normalization == "LayerNorm" else 1,
-        )
-
-    @property
-    def stream(self) -> int:
-        """Bytes of the residual stream."""
-        return self.tokens * self.hidden * self.element
-
-    def norm(self, rows: int, width: int) -> int:
-        """Bytes that a norm keeps of an input of `rows` rows."""
-        return rows * (width * self.norm_input + 4 * self.statistics)
 
 
 def activations(config: Config, device: torch.device) -> list[Activation]:
@@ -96,31 +48,37 @@ def activations(config: Config, device: torch.device) -> list[Activation]:
         config: resolved, with the vocabulary known (`with_vocab_size`).
         device: whose GEMMs decide on orientations.
     """
-    sizes, train = _Sizes.of(config), config.train
-    layers = config.model.num_layers
+    sizes, train = Sizes.of(config), config.train
     recomputed = _recomputed_layers(config)
     held = [Activation("embedding", "token ids", sizes.tokens * IDS_BYTES)]
     if recomputed:
         unit = 1 if train.recompute_method == "block" else train.recompute_num_layers
         units = math.ceil(recomputed / unit)
         held.append(Activation("layers", f"input of {units} recomputed units", units * sizes.stream))
-    for layer in range(recomputed, layers):
-        held.extend(_layer(config, layer, sizes, device, _selected(config)))
-    return [*held, *_head(config, sizes)]
+    kept = [layer for layer in layers(config)[recomputed:] if not _in_prediction(layer)]
+    for plan in _plans(config, kept, sizes, device, _selected(config)):
+        held.extend(plan.items())
+    held.extend(_head(config, sizes))
+    ahead = [layer for layer in layers(config) if _in_prediction(layer)]
+    for plan in _plans(config, ahead, sizes, device, _selected(config)):
+        held.extend(_prediction(config, plan))
+    return held
 
 
 def peak_extra(config: Config, device: torch.device) -> Activation:
     """Returns the largest of what backward adds for a while: the logits' gradient, or what it computes again."""
-    sizes = _Sizes.of(config)
+    sizes = Sizes.of(config)
     logits = sizes.tokens * config.model.padded_vocab_size * sizes.element
     candidates = [Activation("loss", "gradient of the logits", logits)]
     if recomputed := _recomputed_layers(config):
         unit = 1 if config.train.recompute_method == "block" else config.train.recompute_num_layers
-        parts = [a for layer in range(min(unit, recomputed)) for a in _layer(config, layer, sizes, device)]
-        candidates.append(Activation("layers", "one recomputed unit", sum(a.bytes for a in parts)))
+        whole = [_bytes(plan) for plan in _plans(config, layers(config)[:recomputed], sizes, device, ())]
+        units = [sum(whole[start : start + unit]) for start in range(0, recomputed, unit)]
+        candidates.append(Activation("layers", "one recomputed unit", max(units)))
     elif modules := _selected(config):
-        whole, kept = (sum(a.bytes for a in _layer(config, 0, sizes, device, m)) for m in ((), modules))
-        candidates.append(Activation("layers", "recomputed parts of a layer", whole - kept))
+        plans = (_plans(config, layers(config), sizes, device, m) for m in ((), modules))
+        again = max(_bytes(whole) - _bytes(kept) for whole, kept in zip(*plans, strict=True))
+        candidates.append(Activation("layers", "recomputed parts of a layer", again))
     return max(candidates, key=lambda a: a.bytes)
 
 
@@ -148,59 +106,44 @@ def _selected(config: Config) -> tuple[str, ...]:
     return train.recompute_modules if train.recompute_granularity == "selective" else ()
 
 
-def _layer(
-    config: Config, layer: int, s: _Sizes, device: torch.device, modules: tuple[str, ...] = ()
-) -> list[Activation]:
-    """What a layer holds when backward recomputes `modules` of it ("core_attn", "layernorm", "mlp")."""
+def _in_prediction(layer: LayerShape) -> bool:
+    return layer.name.startswith("mtp.")
+
+
+def _plans(
+    config: Config, chosen: list[LayerShape], sizes: Sizes, device: torch.device, recomputed: tuple[str, ...]
+) -> list[LayerPlan]:
     recipe_of = policy.from_config(config)
-    parts = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
-    qkv, proj, fc1, fc2 = (recipe_of(f"layers.{layer}.{part}") for part in parts)
-    heads_all = s.tokens * (s.heads + 2 * s.groups) * s.width * s.element
-    norms_kept = "layernorm" not in modules
-    items = [Activation("input_norm", "input", s.norm(s.tokens, s.hidden))]
-    if norms_kept:
-        items.append(_linear_input("attention.qkv", qkv, s.hidden, s, device))
-    if config.model.qk_layernorm:
-        statistics = 4 * s.statistics * s.tokens * (s.heads + s.groups)
-        items.append(Activation("attention.q_norm, k_norm", "output of qkv", heads_all + statistics))
-    items.append(Activation("attention.core", "q, k, v", heads_all))
-    if "core_attn" in modules and proj is not None:
-        items.append(_linear_input("attention.proj", proj, s.heads * s.width, s, device))
-    else:
-        items.append(Activation("attention.core", "output", s.tokens * s.heads * s.width * s.element))
-    if "core_attn" not in modules:
-        items.append(Activation("attention.core", "log-sum-exp", 4 * s.tokens * s.heads))
-    items.append(Activation("mlp_norm", "input", s.norm(s.tokens, s.hidden)))
-    if "mlp" in modules:
-        return items
-    if norms_kept:
-        items.append(_linear_input("mlp.fc1", fc1, s.hidden, s, device))
-    items.append(Activation("mlp.activation", "output of fc1", s.tokens * s.inner * s.element))
-    if fc2 is None:
-        items.append(_linear_input("mlp.fc2", fc2, s.ffn, s, device))
-    return items
+    return [LayerPlan(layer, sizes, recipe_of, device, recomputed) for layer in chosen]
 
 
-def _linear_input(module: str, recipe: Recipe | None, features: int, s: _Sizes, device: torch.device) -> Activation:
-    if recipe is None:
-        return Activation(module, "input", s.tokens * features * s.element)
-    orientation = gemm.needs(recipe, "input", device)["wgrad"]
-    size = quantized_bytes(recipe, "input", (s.tokens, features), orientation)
-    return Activation(module, f"FP8 input, {orientation}", size)
+def _bytes(plan: LayerPlan) -> int:
+    return sum(item.bytes for item in plan.items())
 
 
-def _head(config: Config, s: _Sizes) -> list[Activation]:
+def _head(config: Config, s: Sizes) -> list[Activation]:
     logits = s.tokens * config.model.padded_vocab_size * s.element
     return [
-        Activation("final_norm", "input", s.norm(s.tokens, s.hidden)),
+        Activation("final_norm", "input", s.norm(s.tokens, s.model.hidden_size)),
         Activation("lm_head", "input", s.stream),
         Activation("loss", "logits", logits + LOSS_BYTES * s.tokens),
     ]
 
 
-def quantized_bytes(recipe: Recipe, role: str, shape: tuple[int, int], orientation: str) -> int:
-    """Returns the bytes of one orientation of a quantized `[M, K]` operand: elements and scales, unpadded."""
-    rows, cols = shape if orientation == "rowwise" else shape[::-1]
-    spec = recipe.quantizer(role).spec
-    scale_bytes = 1 if spec.scale is Scale.E8M0 else 4
-    return rows * cols + math.prod(spec.tile.scale_shape(rows, cols)) * scale_bytes
+def _prediction(config: Config, plan: LayerPlan) -> list[Activation]:
+    """A depth of multi-token prediction. The hidden states that it reads are the LM head's input before it."""
+    s = plan.sizes
+    norms = s.norm(s.tokens, s.model.hidden_size) + 4 * s.statistics * s.tokens
+    if s.norm_input != s.element:  # a copy of the LM head's input
+        norms += s.tokens * s.model.hidden_size * s.norm_input
+    if config.train.recompute_granularity == "full" and config.train.recompute_method == "uniform":
+        layer = [Activation("mtp.layer", "input", s.stream)]
+    else:
+        layer = [Activation(f"mtp.layer.{a.module}", a.what, a.bytes) for a in plan.items()]
+    return [
+        Activation("mtp", "token ids", s.tokens * IDS_BYTES),
+        Activation("mtp.norms", "embedding and statistics", norms),
+        Activation("mtp.eh_proj", "input", 2 * s.stream),
+        *layer,
+        *(Activation(f"mtp.{a.module}", a.what, a.bytes) for a in _head(config, s)),
+    ]

@@ -6,30 +6,49 @@ s sequence length):
     qkv   2 h (a + 2g) d        proj  2 a d h        attention  2 products of 2 a d over the keys seen
     fc1   2 h f, with SwiGLU 4 h f                   fc2        2 f h            LM head  2 h V (padded rows)
 
-A token sees (s + 1) / 2 keys on average under the causal mask: that is what an attention kernel computes, and what
-`causal=True`, the default, counts. `causal=False` counts all s keys, as a counter of dense matrix products does.
-Grouped queries change qkv only: every query head multiplies with keys and values of its own or shared. Backward is
-twice the forward; recomputation is not counted (model FLOPs, not hardware FLOPs).
+A token goes through the k experts that are chosen for it and the shared ones, and through a router of 2 h E. Latent
+attention has the products of its own linears, and heads of one width for queries and keys, another for values.
+Multi-token prediction adds a linear of 4 h^2, a layer and the LM head again for each depth.
+
+A token sees (s + 1) / 2 keys on average under the causal mask, fewer in a sliding window: that is what an attention
+kernel computes, and what `causal=True`, the default, counts. `causal=False` counts all s keys, as a counter of dense
+matrix products does. Grouped queries change qkv only: every query head multiplies with keys and values of its own or
+shared. Backward is twice the forward; recomputation is not counted (model FLOPs, not hardware FLOPs).
 """
 
 from __future__ import annotations
 
 from megafp8.config import Config
-from megafp8.plan.shapes import layer_linears
+from megafp8.plan.shapes import layer_linears, layers
 
 
 def linear_flops_per_token(config: Config) -> int:
-    """Returns the forward FLOPs a token of all linears, LM head included."""
+    """Returns the forward FLOPs a token of all linears, routers and LM head included."""
     m = config.model
-    layer = sum(2 * out_features * in_features for out_features, in_features, _ in layer_linears(config).values())
-    return m.num_layers * layer + 2 * m.hidden_size * m.padded_vocab_size
+    depths = m.mtp_num_layers or 0
+    products = (1 + depths) * m.hidden_size * m.padded_vocab_size + depths * 2 * m.hidden_size * m.hidden_size
+    of_kind = {experts: _layer_products(config, experts) for experts in {layer.experts for layer in layers(config)}}
+    return 2 * (products + sum(of_kind[layer.experts] for layer in layers(config)))
+
+
+def _layer_products(config: Config, experts: bool) -> int:
+    """Multiplications a token of a layer's linears and router."""
+    m = config.model
+    router = m.hidden_size * m.num_experts if experts else 0
+    return router + sum(p.share * p.out_features * p.in_features for p in layer_linears(m, experts=experts))
 
 
 def attention_flops_per_token(config: Config, *, causal: bool = True) -> float:
     """Returns the forward FLOPs a token of `q k^T` and of the weighted sum of values, over all layers."""
     m, length = config.model, config.data.seq_length
-    keys = (length + 1) / 2 if causal else length
-    return m.num_layers * 2 * 2 * m.num_attention_heads * m.kv_channels * keys
+    keys = _keys_seen(length, m.window) if causal else length
+    return len(layers(config)) * 2 * m.num_attention_heads * (m.query_channels + m.value_channels) * keys
+
+
+def _keys_seen(length: int, window: int | None) -> float:
+    """Mean number of keys that a token of a sequence sees: its own, and all or `window` before."""
+    most = length if window is None else min(window + 1, length)
+    return most - most * (most - 1) / 2 / length
 
 
 def forward_flops_per_token(config: Config, *, causal: bool = True) -> float:

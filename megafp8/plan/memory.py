@@ -77,7 +77,7 @@ def plan_memory(config: Config, device: torch.device | str = "cpu") -> MemoryPla
 def buffer_elements(config: Config) -> int:
     """Returns the elements of the optimizer's flat buffers, alignment included."""
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    layouts = plan_layouts(Entry(p.name, p.numel, dtype, False, Group(p.decay)) for p in parameters(config))
+    layouts = plan_layouts(Entry(p.name, p.numel, dtype, p.expert, Group(p.decay)) for p in parameters(config))
     return sum(layout.numel for layout in layouts)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from megafp8.config import Config, with_vocab_size
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
@@ -12,9 +12,10 @@ from megafp8.fp8 import Recipe
 from megafp8.plan.activations import by_module
 from megafp8.plan.flops import attention_flops_per_token, linear_flops_per_token, training_flops_per_token
 from megafp8.plan.memory import MemoryPlan, plan_memory
-from megafp8.plan.shapes import LinearShape, ParameterShape, linears, parameters
+from megafp8.plan.shapes import LinearShape, ParameterShape, active_parameter_count, linears, parameters
 
 MIB = 1 << 20
+EXPERT, LAYER = r"(.*\.experts\.)(\d+)(\..*)", r"(layers\.|mtp\.)(\d+)(\..*)"
 
 
 def dry_run(config: Config) -> str:
@@ -53,25 +54,31 @@ def configuration_lines(config: Config) -> list[str]:
 def module_lines(config: Config) -> list[str]:
     """Returns a line per linear, layers that are alike together, with its shape and precision (CASES 74)."""
     high = "bf16" if config.train.bf16 else "fp32"
-    rows = [_Row(*_split_name(linear.name), _describe(linear, high)) for linear in linears(config)]
-    lines = [f"{'embedding.word_embeddings':<34} {high}"]
-    lines.extend(f"{row.name:<34} {row.text}" for row in _merge(rows))
-    covered = sum(linear.recipe is not None for linear in linears(config))
-    lines.append(f"{covered} of {len(rows)} linears run in FP8; norms, attention and the loss run in {high} or fp32")
+    found = linears(config)
+    rows = [(linear.name, _describe(linear, high)) for linear in found]
+    lines = [f"{'embedding.word_embeddings':<38} {high}"]
+    lines.extend(f"{name:<38} {text}" for name, text in _merge(_merge(rows, EXPERT), LAYER))
+    covered = sum(linear.recipe is not None for linear in found)
+    lines.append(f"{covered} of {len(found)} linears run in FP8; norms, attention and the loss run in {high} or fp32")
     return lines
 
 
 def parameter_lines(config: Config) -> list[str]:
     """Returns the number of parameters by part, and in all."""
     found = parameters(config)
+    last = f"layers.{config.model.num_layers - 1}."
     parts = {
         "embedding": [p for p in found if p.name.startswith("embedding.")],
-        "one layer": [p for p in found if p.name.startswith("layers.0.")],
+        "first layer": [p for p in found if p.name.startswith("layers.0.")],
+        "last layer": [p for p in found if p.name.startswith(last)],
         f"{config.model.num_layers} layers": [p for p in found if p.name.startswith("layers.")],
+        "multi-token prediction": [p for p in found if p.name.startswith("mtp.")],
         "final norm": [p for p in found if p.name.startswith("final_norm.")],
         "LM head": [p for p in found if p.name.startswith("lm_head.")],
     }
-    lines = [f"{label:<22} {_count(items):>18,}" for label, items in parts.items()]
+    lines = [f"{label:<22} {_count(items):>18,}" for label, items in parts.items() if items or label == "LM head"]
+    if config.model.num_experts is not None:
+        lines.append(f"{'used by one token':<22} {active_parameter_count(config):>18,}")
     padding = sum(p.numel - p.unpadded_numel for p in found)
     lines.append(f"{'total':<22} {_count(found):>18,}  ({_count(found) / 1e9:.3f} billion)")
     lines.append(
@@ -123,40 +130,25 @@ def work_lines(config: Config) -> list[str]:
     return lines
 
 
-@dataclass
-class _Row:
-    """A line of the module list: a name with or without a layer number (`first` to `last`), and its text."""
+def _merge(rows: Iterable[tuple[str, str]], pattern: str) -> list[tuple[str, str]]:
+    """Joins (name, text) rows that say the same where names differ in one number only, and it counts up.
 
-    before: str
-    layer: int | None
-    after: str
-    text: str
-    last: int | None = None
-
-    @property
-    def name(self) -> str:
-        if self.layer is None:
-            return self.before
-        numbers = str(self.layer) if self.last in (None, self.layer) else f"{self.layer}-{self.last}"
-        return f"{self.before}.{numbers}.{self.after}"
-
-
-def _split_name(name: str) -> tuple[str, int | None, str]:
-    head, _, rest = name.partition(".")
-    number, _, tail = rest.partition(".")
-    return (head, int(number), tail) if number.isdigit() else (name, None, "")
-
-
-def _merge(rows: Iterable[_Row]) -> list[_Row]:
-    """Joins rows of consecutive layers that say the same."""
-    merged: list[_Row] = []
-    for row in rows:
-        same = [r for r in merged if (r.before, r.after, r.text) == (row.before, row.after, row.text)]
-        if same and row.layer is not None and row.layer == (same[-1].last or same[-1].layer) + 1:
-            same[-1].last = row.layer
+    pattern: of names with that number, whose groups are what comes before it, the number, and what comes after.
+    """
+    merged: list[list[str]] = []
+    last: dict[tuple[str, str, str], tuple[list[str], int, int]] = {}  # -> row, its first and last number
+    for name, text in rows:
+        match = re.fullmatch(pattern, name)
+        before, number, after = match.groups() if match else (name, "", "")
+        row, first, previous = last.get((before, after, text), (None, 0, 0))
+        if match and row is not None and int(number) == previous + 1:
+            row[0] = f"{before}{first}-{number}{after}"
         else:
+            row, first = [name, text], int(number or 0)
             merged.append(row)
-    return merged
+        if match:
+            last[before, after, text] = row, first, int(number)
+    return [(name, text) for name, text in merged]
 
 
 def _describe(linear: LinearShape, high: str) -> str:

@@ -10,11 +10,11 @@ ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = {
     "llama3_8b_fp8": {"profiling", "FP8 primary weights"},
     "gpt3_175b": {"pipeline parallelism", "a batch size that grows"},
-    "mixtral_8x7b": {"mixture of experts", "expert parallelism", "pipeline parallelism", "Weights & Biases"},
-    "qwen3_30b_a3b": {"mixture of experts", "expert parallelism", "FP8 primary weights"},
+    "mixtral_8x7b": {"expert parallelism", "pipeline parallelism", "Weights & Biases"},
+    "qwen3_30b_a3b": {"expert parallelism", "FP8 primary weights"},
     "deepseek_v3": {
-        *("mixture of experts", "multi-head latent attention", "multi-token prediction", "YaRN"),
-        *("pipeline parallelism", "expert parallelism", "FP8 primary weights", "Weights & Biases"),
+        *("capacity, forced balance and FP8 dispatch of experts", "pipeline parallelism"),
+        *("expert parallelism", "FP8 primary weights", "Weights & Biases"),
         "optimizer state below FP32",
     },
 }
@@ -23,13 +23,14 @@ MENDS = {
     "llama3_8b_fp8": {"--fp8-amax-history-len 1024": "needs --fp8-recipe delayed"},
     "gpt3_175b": {"--fp16": "use --bf16"},
     "mixtral_8x7b": {"--tokenizer-type Llama2Tokenizer": "use SentencePieceTokenizer"},
-    "qwen3_30b_a3b": {},
+    "qwen3_30b_a3b": {"--tensor-model-parallel-size 2": "not yet"},
     "deepseek_v3": {"--recompute-modules mla_up_proj": "not yet"},
 }
 REPLACE = {
     "--fp16": "",
     "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max": "",
     "Llama2Tokenizer": "SentencePieceTokenizer",
+    "--tensor-model-parallel-size 2": "",
     "--recompute-modules mla_up_proj mlp moe_act": "--recompute-modules mlp",
 }
 

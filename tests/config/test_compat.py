@@ -128,9 +128,9 @@ def test_hard_ones(parse, flag, words):
 
 def test_all_missing_features_are_named_at_once(parse):
     with pytest.raises(ValueError) as error:
-        parse("--num-experts 8 --moe-router-topk 2 --context-parallel-size 4 --async-save")
+        parse("--moe-fp8-dispatch --moe-layer-recompute --context-parallel-size 4 --async-save")
     text = str(error.value)
-    assert "mixture of experts (--num-experts 8 --moe-router-topk 2)" in text
+    assert "FP8 dispatch of experts (--moe-fp8-dispatch --moe-layer-recompute)" in text
     assert "context parallelism (--context-parallel-size 4)" in text
     assert "--async-save" in text
     assert "--expert-tensor-parallel-size" not in text, "a derived value was blamed"

@@ -58,6 +58,21 @@ MEGATRON_DEFAULTS = {
     "--num-layers-at-start-in-bf16": 1,
     "--num-layers-at-end-in-bf16": 1,
     "--optimizer": "adam",
+    "--num-experts": None,
+    "--moe-router-topk": 2,
+    "--moe-router-score-function": "softmax",
+    "--moe-router-bias-update-rate": 1e-3,
+    "--moe-layer-freq": "1",
+    "--q-lora-rank": None,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 128,
+    "--qk-pos-emb-head-dim": 64,
+    "--v-head-dim": 128,
+    "--rotary-scaling-factor": 1.0,
+    "--mscale": 1.0,
+    "--mscale-all-dim": 0.0,
+    "--mtp-num-layers": None,
+    "--mtp-loss-scaling-factor": 0.1,
     "--save-interval": None,
     "--global-batch-size": None,
 }
@@ -146,6 +161,11 @@ def test_wrong_forms_are_one_line(parse, argv, words):
 ROOT = Path(__file__).resolve().parents[2]
 # Fields that only decide about other fields, or have one possible value.
 DECIDED = {"group_query_attention", "use_rotary_position_embeddings", "recompute_activations", "dataloader_type"}
+PROPERTIES = {  # of the configuration, made of fields that nobody else reads
+    "moe_layers": {"moe_layer_freq"},
+    "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
+    "window": {"window_size"},
+}
 
 
 def test_no_flag_is_swallowed():
@@ -153,7 +173,8 @@ def test_no_flag_is_swallowed():
     files = [*(ROOT / "megafp8").rglob("*.py"), *(ROOT / "tools").rglob("*.py"), ROOT / "pretrain_gpt.py"]
     text = "\n".join(f.read_text() for f in files if ROOT / "megafp8" / "config" not in f.parents)
     words = set(re.findall(r"\w+", text))
-    excused = DECIDED | {entry.name for entry in NOT_YET_FIELDS}
+    behind = set().union(*(fields for name, fields in PROPERTIES.items() if name in words))
+    excused = DECIDED | behind | {entry.name for entry in NOT_YET_FIELDS}
     assert set(field_table()) - words - excused == set()
 
 

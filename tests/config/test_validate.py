@@ -19,6 +19,8 @@ SMALL = {
 }
 ALL_CHECKS = validate.CHECKS
 FP8 = "--bf16 --fp8-format e4m3"
+MLA = "--multi-latent-attention --position-embedding-type rope"
+MOE = "--num-experts 8 --disable-bias-linear"
 
 # flags beside the small command line -> what the message must say. `-flag` takes a flag of that line away.
 CASES = {
@@ -36,6 +38,37 @@ CASES = {
     "--position-embedding-type rope --kv-channels 7": ["--kv-channels 7", "even"],
     "--position-embedding-type rope --rotary-percent 0.1": ["--rotary-percent 0.1", "at least 2"],
     "--swiglu --squared-relu": ["--swiglu", "--squared-relu", "leave one out"],
+    # latent attention, positions, windows
+    "--multi-latent-attention": ["--multi-latent-attention", "needs --position-embedding-type rope"],
+    f"{MLA} --group-query-attention": ["--multi-latent-attention", "--group-query-attention", "drop one"],
+    f"{MLA} --disable-bias-linear --add-qkv-bias": ["--add-qkv-bias", "leave it out"],
+    f"{MLA} --qk-pos-emb-head-dim 7": ["--qk-pos-emb-head-dim 7", "even"],
+    f"{MLA} --rotary-scaling-factor 4 --use-rope-scaling": ["--use-rope-scaling", "--rotary-scaling-factor"],
+    f"{MLA} --rotary-seq-len-interpolation-factor 2 --use-rope-scaling": [
+        *("--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "leave one out"),
+    ],
+    f"{MLA} --beta-fast 1": ["--beta-fast 1.0", "--beta-slow 1.0"],
+    "--window-size 8": ["--window-size 8", "4095,0"],
+    "--window-size (8,8)": ["--window-size (8,8)", "causal"],
+    # experts
+    "--num-experts 8": ["--num-experts 8", "add --disable-bias-linear"],
+    "--moe-router-no-norm-topk-prob": ["--moe-router-no-norm-topk-prob", "needs --num-experts"],
+    f"{MOE} --moe-layer-freq [0,1,1]": ["--moe-layer-freq [0,1,1]", "--num-layers 2"],
+    f"{MOE} --moe-layer-freq [0]+[2]": ["--moe-layer-freq [0]+[2]", "zeros and ones"],
+    f"{MOE} --moe-layer-freq 0": ["--moe-layer-freq 0", "1 or more"],
+    f"{MOE} --moe-layer-freq print(1)": ["--moe-layer-freq print(1)", "[0]*3+[1]*58"],
+    f"{MOE} --moe-layer-freq [1]*9999999999999999": ["--moe-layer-freq [1]*9", "[0]*3+[1]*58"],
+    f"{MOE} --moe-shared-expert-gate": ["--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"],
+    f"{MOE} --moe-router-topk 9": ["--moe-router-topk 9", "--num-experts 8"],
+    f"{MOE} --moe-router-topk 1": ["--moe-router-topk 1", "add --moe-router-pre-softmax"],
+    f"{MOE} --moe-router-enable-expert-bias": ["--moe-router-enable-expert-bias", "sigmoid"],
+    f"{MOE} --moe-router-no-norm-topk-prob": ["--moe-router-no-norm-topk-prob", "sigmoid"],
+    f"{MOE} --moe-router-num-groups 4": ["--moe-router-num-groups", "--moe-router-group-topk"],
+    f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1": ["--num-experts 8", "--moe-router-num-groups 3"],
+    f"{MOE} --moe-router-num-groups 8 --moe-router-group-topk 1": ["--moe-router-group-topk 1", "--moe-router-topk 2"],
+    f"{MOE} --moe-router-load-balancing-type sinkhorn": ["sinkhorn", "not yet", "aux_loss"],
+    f"{MOE} --moe-router-load-balancing-type even": ["--moe-router-load-balancing-type even", "use aux_loss"],
+    f"{MOE} --moe-aux-loss-coeff 0.1 0.2": ["--moe-aux-loss-coeff 0.1 0.2", "one coefficient"],
     # FP8
     "--fp8-recipe blockwise": ["--fp8-recipe blockwise", "needs --fp8-format"],
     "--fp8-margin 1": ["--fp8-margin 1", "needs --fp8-format"],
@@ -76,7 +109,8 @@ CASES = {
     "--recompute-num-layers 1": ["--recompute-num-layers 1", "needs --recompute-granularity full"],
     "--recompute-modules mlp": ["--recompute-modules mlp", "needs --recompute-granularity selective"],
     "--recompute-granularity selective --recompute-method uniform": ["--recompute-method uniform", "full"],
-    "--recompute-granularity selective --recompute-modules moe": ["--recompute-modules moe", "not yet", "mlp"],
+    "--recompute-granularity selective --recompute-modules moe": ["--recompute-modules moe", "needs --num-experts"],
+    "--recompute-granularity selective --recompute-modules moe_act": ["--recompute-modules moe_act", "not yet", "mlp"],
     "--recompute-granularity selective --recompute-modules all": ["--recompute-modules all", "no such", "mlp"],
     "--recompute-granularity full --recompute-num-layers 3": ["--recompute-num-layers 3", "--num-layers 2"],
     "--skip-train": ["--skip-train", "--load"],
@@ -265,6 +299,13 @@ def test_probabilities_stay_below_one(name):
         ("--tokenizer-model t", "--tokenizer-model"),
         ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-iters"),
         ("--device cpu --distributed-backend nccl", "--distributed-backend"),
+        ("--moe-router-topk 4", "--moe-router-topk"),
+        ("--kv-lora-rank 4", "--kv-lora-rank"),
+        ("--mscale 0.7", "--mscale"),
+        ("--rope-type rope", "--rope-type"),
+        (f"{MLA} --kv-channels 16", "--kv-channels"),
+        (f"{MOE} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate"),
+        ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor"),
     ],
 )
 def test_idle_flags_leave_a_note(parse, flags, flag):

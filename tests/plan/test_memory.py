@@ -10,9 +10,14 @@ from megafp8.params import named_specs
 from megafp8.plan.activations import by_module
 from megafp8.plan.memory import plan_memory
 from megafp8.step import StepContext
+from tests.plan import variants
 
 BF16 = {"bf16": True}
 BLOCKWISE = BF16 | {"fp8_format": "e4m3"}
+# Layers as in variants.py, with LayerNorm; heads of one width, or the CPU has no kernel that keeps no weights.
+DENSE_NORM = {"normalization": "LayerNorm"}
+MOE = variants.MOE | DENSE_NORM | {"moe_ffn_hidden_size": 256, "position_embedding_type": "learned_absolute"}
+EVEN_HEADS = variants.LATENT | DENSE_NORM | {"v_head_dim": 64, "qk_head_dim": 48, "qk_pos_emb_head_dim": 16}
 LARGER = {"hidden_size": 256, "seq_length": 128, "num_layers": 2}
 # RMSNorm is left to GPUs: on the CPU PyTorch takes it apart and keeps more than the fused kernel.
 CASES = {
@@ -35,6 +40,16 @@ CASES = {
     | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "recompute core": BF16 | {"recompute_activations": True},
     "recompute core, fp8": BLOCKWISE | {"recompute_activations": True},
+    "bf16 experts": BF16 | MOE,
+    "bf16 gated shared expert": BF16
+    | MOE
+    | {"moe_shared_expert_intermediate_size": 72, "moe_shared_expert_gate": True, "moe_layer_freq": "[0,1]"},
+    "blockwise experts": BLOCKWISE | MOE | {"moe_shared_expert_intermediate_size": 128},
+    "recompute experts": BLOCKWISE | MOE | {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "bf16 latent attention": BF16 | EVEN_HEADS,
+    "blockwise latent attention": BLOCKWISE | EVEN_HEADS | {"q_lora_rank": None},
+    "bf16 prediction": BF16 | {"mtp_num_layers": 2},
+    "blockwise prediction, recompute all": BLOCKWISE | {"mtp_num_layers": 1, "recompute_granularity": "full"},
     "recompute mlp": BF16 | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
 }
 

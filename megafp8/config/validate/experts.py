@@ -1,6 +1,7 @@
 """Checks of the flags of mixture of experts and of multi-token prediction."""
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.model import BALANCING
 from megafp8.config.validate.limits import plain
 
 
@@ -73,6 +74,8 @@ def balancing(c: Config) -> str | None:
     kinds, weights = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     shown = f"{flag_of('moe_router_load_balancing_type')} {plain(kinds)}"
     for kind in kinds:
+        if kind not in BALANCING:
+            return f"{shown}: no such type; use aux_loss, seq_aux_loss or none"
         if kind in ("sinkhorn", "global_aux_loss"):
             return f"{shown}: {kind} is not yet in megafp8; use aux_loss or seq_aux_loss"
     if len(kinds) != len(weights) and c.is_given("moe_aux_loss_coeff"):

@@ -71,7 +71,7 @@ def choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tup
 
 def _best(scores: Tensor, count: int) -> Tensor:
     """Numbers of the `count` largest of each row; `topk` leaves the order of equal ones open."""
-    return scores.sort(-1, descending=True, stable=True).indices[:, :count]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _within_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:

@@ -1,0 +1,180 @@
+"""What a layer holds for backward, by module, in bytes: the formulas of activations.py, and those of
+
+latent attention (rq, rk widths of the latents, c and v channels of a head's queries and values):
+    q_norm, kv_norm        T rq e, T rk e and FP32 statistics
+    q_up, kv_up            T rq e, T rk e, or q8
+    core attention         T a (2c + v) e (q, k, v), T a v e (its output), 4 T a
+
+a mixture of experts (R = T k routed rows, taken as spread evenly over E experts where scales are counted):
+    router                 T h e (its input), 4 T E (scores), indices and weights of R rows
+    experts.fc1            R h e, or E of q8(R/E x h)           activation   R i e          fc2   as in the MLP
+    shared_experts         as the MLP, but in high precision fc1's input is the router's; T (h + 2) e for a gate
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megafp8.config import Config
+from megafp8.config.model import ModelConfig
+from megafp8.fp8 import Recipe, gemm, policy
+from megafp8.fp8.formats import Scale
+from megafp8.plan.shapes import LayerShape, PartShape, attention_norms, layer_linears
+
+ROW_BYTES = 3 * 8 + 2 * 4
+"""A routed row's expert, token and place (int64), its weight, and what the weight was made of (FP32)."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Bytes that `module` holds. what: which tensors, in words."""
+
+    module: str
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all formulas need: tokens of a microbatch, bytes of an element, and how norms keep their input."""
+
+    model: ModelConfig
+    tokens: int
+    element: int
+    norm_input: int
+    """bytes an element of what a norm keeps of its input: FP32 where its weight is stored minus one"""
+    statistics: int
+    """FP32 numbers a normalized row: 1 for RMSNorm, 2 for LayerNorm"""
+
+    @staticmethod
+    def of(config: Config) -> Sizes:
+        element = 2 if config.train.bf16 else 4
+        return Sizes(
+            model=config.model,
+            tokens=config.train.micro_batch_size * config.data.seq_length,
+            element=element,
+            norm_input=4 if config.model.apply_layernorm_1p else element,
+            statistics=2 if config.model.normalization == "LayerNorm" else 1,
+        )
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the residual stream."""
+        return self.tokens * self.model.hidden_size * self.element
+
+    def norm(self, rows: int, width: int) -> int:
+        """Bytes that a norm keeps of an input of `rows` rows."""
+        return rows * (width * self.norm_input + 4 * self.statistics)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: `recomputed` names the parts that backward computes again ("core_attn", "layernorm", "mlp", "moe")."""
+
+    layer: LayerShape
+    sizes: Sizes
+    recipe_of: policy.Policy
+    device: torch.device
+    recomputed: tuple[str, ...] = ()
+
+    def items(self) -> Iterator[Activation]:
+        """What the layer holds when its forward ends, in the order of the forward pass."""
+        s = self.sizes
+        yield Activation("input_norm", "input", s.norm(s.tokens, s.model.hidden_size))
+        yield from self._latent_attention() if s.model.multi_latent_attention else self._attention()
+        yield from self._core()
+        yield Activation("mlp_norm", "input", s.norm(s.tokens, s.model.hidden_size))
+        if ("moe" if self.layer.experts else "mlp") not in self.recomputed:
+            yield from self._experts() if self.layer.experts else self._mlp("mlp", self._keeps_norms)
+
+    @property
+    def _keeps_norms(self) -> bool:
+        return "layernorm" not in self.recomputed
+
+    def _attention(self) -> Iterator[Activation]:
+        s, m = self.sizes, self.sizes.model
+        if self._keeps_norms:
+            yield self._input("attention.qkv")
+        if m.qk_layernorm:
+            heads = m.num_attention_heads + m.num_query_groups
+            rows = s.tokens * (heads + m.num_query_groups) * m.kv_channels * s.element
+            yield Activation("attention.q_norm, k_norm", "output of qkv", rows + 4 * s.statistics * s.tokens * heads)
+
+    def _latent_attention(self) -> Iterator[Activation]:
+        s = self.sizes
+        first = ("attention.q_proj",) if s.model.q_lora_rank is None else ("attention.q_down",)
+        if self._keeps_norms:
+            shared = False  # in high precision both linears keep one tensor
+            for part in (*first, "attention.kv_down"):
+                if self._recipe(part) is not None or not shared:
+                    yield self._input(part)
+                shared = shared or self._recipe(part) is None
+        for norm, width in attention_norms(s.model).items():
+            yield Activation(f"attention.{norm}", "input", s.norm(s.tokens, width))
+        if s.model.q_lora_rank is not None:
+            yield self._input("attention.q_up")
+        yield self._input("attention.kv_up")
+
+    def _core(self) -> Iterator[Activation]:
+        s, m = self.sizes, self.sizes.model
+        heads, groups = m.num_attention_heads, m.num_attention_heads if m.multi_latent_attention else m.num_query_groups
+        channels = heads * m.query_channels + groups * (m.query_channels + m.value_channels)
+        yield Activation("attention.core", "q, k, v", s.tokens * channels * s.element)
+        if "core_attn" in self.recomputed and self._recipe("attention.proj") is not None:
+            yield self._input("attention.proj")
+        else:
+            yield Activation("attention.core", "output", s.tokens * heads * m.value_channels * s.element)
+        if "core_attn" not in self.recomputed:
+            yield Activation("attention.core", "log-sum-exp", 4 * s.tokens * heads)
+
+    def _mlp(self, name: str, keeps_input: bool) -> Iterator[Activation]:
+        s, fc1, fc2 = self.sizes, self._shape(f"{name}.fc1"), self._shape(f"{name}.fc2")
+        rows = s.tokens * fc1.share
+        if keeps_input:
+            yield self._input(fc1.part)
+        label = f"{name}.activation".replace(".*", "")
+        yield Activation(label, "output of fc1", rows * fc1.out_features * s.element)
+        if self._recipe(fc2.part) is None:
+            yield self._input(fc2.part)
+
+    def _experts(self) -> Iterator[Activation]:
+        s, m = self.sizes, self.sizes.model
+        rows = s.tokens * m.moe_router_topk
+        if self._keeps_norms:
+            yield Activation("mlp.router", "input", s.stream)
+        yield Activation("mlp.router", "scores, order", 4 * s.tokens * m.num_experts + rows * ROW_BYTES)
+        yield from self._mlp("mlp.experts.*", True)
+        if m.moe_shared_expert_intermediate_size:
+            own_input = self._keeps_norms and self._recipe("mlp.shared_experts.fc1") is not None
+            yield from self._mlp("mlp.shared_experts", own_input)
+            if m.moe_shared_expert_gate:
+                yield Activation("mlp.shared_experts", "gated output", s.stream + 2 * s.tokens * s.element)
+
+    def _shape(self, part: str) -> PartShape:
+        return next(p for p in layer_linears(self.sizes.model, experts=self.layer.experts) if p.part == part)
+
+    def _recipe(self, part: str) -> Recipe | None:
+        """The recipe of a linear; of experts, the first one's."""
+        return self.recipe_of(f"{self.layer.name}.{part.replace('*', '0')}")
+
+    def _input(self, part: str) -> Activation:
+        """A linear's input, of all copies together."""
+        s, shape, recipe = self.sizes, self._shape(part), self._recipe(part)
+        rows, label = s.tokens * shape.share, part.replace(".*", "")
+        if recipe is None:
+            return Activation(label, "input", rows * shape.in_features * s.element)
+        orientation = gemm.needs(recipe, "input", self.device)["wgrad"]
+        each = quantized_bytes(recipe, "input", (math.ceil(rows / shape.copies), shape.in_features), orientation)
+        return Activation(label, f"FP8 input, {orientation}", each * rows // math.ceil(rows / shape.copies))
+
+
+def quantized_bytes(recipe: Recipe, role: str, shape: tuple[int, int], orientation: str) -> int:
+    """Returns the bytes of one orientation of a quantized `[M, K]` operand: elements and scales, unpadded."""
+    rows, cols = shape if orientation == "rowwise" else shape[::-1]
+    spec = recipe.quantizer(role).spec
+    scale_bytes = 1 if spec.scale is Scale.E8M0 else 4
+    return rows * cols + math.prod(spec.tile.scale_shape(rows, cols)) * scale_bytes
