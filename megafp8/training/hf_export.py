@@ -7,7 +7,7 @@ the recipe's tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +28,10 @@ from megafp8.checkpoint.hf.streams import PREFIX, Outgoing, Quantize
 from megafp8.checkpoint.hf.values import Values
 from megafp8.checkpoint.hf.write import published, write_hf_weights, write_json
 from megafp8.config import Config
-from megafp8.core.gpt import build_model
 from megafp8.data import build_tokenizer
 from megafp8.fp8 import get_recipe, policy
 from megafp8.fp8.recipe import Recipe
-from megafp8.parallel import ParallelContext
-from megafp8.params import named_specs
+from megafp8.training.hf_import import model_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -65,7 +63,7 @@ def export_hf(found: Found, target: Path, options: ExportOptions) -> list[str]:
     family = family_for(config, name)
     fp8 = BlockExport(config, family) if options.fp8 else None
     with _outgoing(found, family, config, options, fp8) as outgoing, published(target, "--hf") as partial:
-        content = _describe(family, config, original) | _precision(outgoing, options, original)
+        content = _describe(family, config, original, outgoing.tensors) | _precision(outgoing, options, original)
         if fp8:
             content["quantization_config"] = BlockFP8(skipped=tuple(sorted(outgoing.kept))).to_json()
         notes = _write_companions(config, options.like, content, partial)
@@ -75,9 +73,9 @@ def export_hf(found: Found, target: Path, options: ExportOptions) -> list[str]:
 
 
 def plan_of(family: Family, config: Config) -> list[Entry]:
-    """What each parameter of a run's model is made of in the family's files."""
-    model = build_model(config, ParallelContext(), "meta")
-    return make_plan(family.rules, {spec.name: spec.shape for spec, _ in named_specs(model)}, config.model)
+    """What each tensor of a run's model is made of in the family's files."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(config).items()}
+    return make_plan(family.rules, shapes, config.model)
 
 
 @contextmanager
@@ -95,13 +93,18 @@ def _outgoing(
         yield Outgoing(plan, config.model, stored, dtype=DTYPES.get(options.dtype), quantize=quantize)
 
 
-def _describe(family: Family, config: Config, original: Values | None) -> dict[str, Any]:
-    """config.json: the original one where it still describes the model, else with what has changed put over it."""
+def _describe(
+    family: Family, config: Config, original: Values | None, names: Collection[str]
+) -> dict[str, Any]:
+    """config.json: the original one where it still describes the model, else with what has changed put over it.
+
+    names: of the tensors that are written.
+    """
     described = family.describe(config)
     if original is None:
         return described
-    same = not differences(model_of(family.to_args(original)).model, config.model)
-    content = original.content if same else {**original.content, **described}
+    before = model_of(family.present(family.to_args(original), names))
+    content = original.content if not differences(before, config) else {**original.content, **described}
     dropped = ("quantization_config", *DTYPE_KEYS)
     kept = {key: value for key, value in content.items() if key not in dropped}
     return kept | {"vocab_size": config.model.unpadded_vocab_size}

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from megafp8.checkpoint.hf import Family, family_of
-from megafp8.checkpoint.hf.companions import KEPT, copy_companions, tokenizer_args
+from megafp8.checkpoint.hf.companions import KEPT, copy_companions, export_tokenizer, tokenizer_args
 from megafp8.checkpoint.hf.family import model_of
 from megafp8.checkpoint.hf.llama2c import Llama2cFile
 from megafp8.checkpoint.hf.rules import Entry, check_sources, make_plan
 from megafp8.checkpoint.hf.source import CONFIG, Source, open_source, read_config
-from megafp8.checkpoint.hf.streams import Incoming
+from megafp8.checkpoint.hf.streams import PREFIX, Incoming
 from megafp8.checkpoint.hf.values import Values
-from megafp8.checkpoint.hf.write import published, write_checkpoint, write_json
+from megafp8.checkpoint.hf.write import meta, published, write_checkpoint, write_json
 from megafp8.config import Config, with_vocab_size
 from megafp8.core.gpt import build_model
 from megafp8.data import build_tokenizer
@@ -66,8 +66,8 @@ def import_hf(directory: Path, save: Path, options: ImportOptions) -> list[str]:
             raise ValueError(f"{hf.where}: {args['num_layers']} layers, but {len(source.tensors)} tensors")
         copy_companions(directory, partial / KEPT)
         write_json(partial / KEPT / CONFIG, hf.content)
-        options = replace(options, tokenizer=options.tokenizer or tokenizer_args(partial / KEPT))
-        args |= {"bf16": _is_bf16(options, hf, source)}
+        options = _with_copied_tokenizer(options, partial / KEPT)
+        args = family.present(args, source.tensors) | {"bf16": _is_bf16(options, hf, source)}
         if source.fp8 is not None and args["bf16"]:  # a model stored in FP8 is run in FP8
             args |= FP8_ARGS
         model = _Model(family, args, hf.integer("vocab_size"), options)
@@ -85,14 +85,20 @@ def import_llama2c(file: Path, save: Path, options: ImportOptions) -> list[str]:
     hf = Values(source.config, str(file))
     family = family_of(hf)
     args = family.to_args(hf) | {"bf16": options.dtype == "bf16"}
-    if args["num_layers"] * args["hidden_size"] * 4 > file.stat().st_size:
-        raise ValueError(f"{file}: smaller than its layers")
-    model = _Model(family, args, hf.integer("vocab_size"), options)
-    check_sources(model.plan, source.shapes, str(file))
     with published(save, "--save") as partial:
+        (partial / KEPT).mkdir()
+        model = _Model(family, args, hf.integer("vocab_size"), _with_copied_tokenizer(options, partial / KEPT))
+        check_sources(model.plan, source.shapes, str(file))
         incoming = Incoming(model.plan, model.config.model, model.dtypes, source.read)
         _write(partial, save, model, incoming)
     return _rounding(incoming)
+
+
+def _with_copied_tokenizer(options: ImportOptions, kept: Path) -> ImportOptions:
+    """The tokenizer's files are copied beside the checkpoint, where they can be; without one given, those in `kept`."""
+    if not options.tokenizer or export_tokenizer(options.tokenizer, kept):
+        return replace(options, tokenizer=tokenizer_args(kept))
+    return options
 
 
 class _Model:
@@ -112,10 +118,10 @@ class _Model:
         else:
             config, self.identity = model_of({**values, "vocab_size": max(vocab - 1, 1)}), None
         self.config = with_vocab_size(config, vocab)
-        model = build_model(self.config, ParallelContext(), "meta")
-        found = {spec.name: (spec.shape, param.dtype) for spec, param in named_specs(model)}
-        self.plan = make_plan(family.rules, {name: shape for name, (shape, _) in found.items()}, self.config.model)
-        self.dtypes = {name: dtype for name, (_, dtype) in found.items()}
+        tensors = model_tensors(self.config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.plan = make_plan(family.rules, shapes, self.config.model)
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
     def with_flags(self, **values: Any) -> _Model:
         """The same model with other flags."""
@@ -123,6 +129,16 @@ class _Model:
         other.__dict__ |= self.__dict__ | {"args": {**self.args, **values}}
         other.config = replace(self.config.replace(**values), given={**self.config.given, **values})
         return other
+
+
+def model_tensors(config: Config) -> dict[str, torch.Tensor]:
+    """Global name -> dtype and logical global shape (on "meta") of all that a checkpoint keeps of a model.
+
+    Those are its parameters and the experts' biases.
+    """
+    model = build_model(config, ParallelContext(), "meta")
+    found = {spec.name: meta(spec.shape, param.dtype) for spec, param in named_specs(model)}
+    return found | {name.removeprefix(PREFIX): item.tensor for name, item in model.state().items()}
 
 
 def _is_bf16(options: ImportOptions, hf: Values, source: Source) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from megafp8.checkpoint import Found, load_checkpoint
+from megafp8.checkpoint.hf.streams import PREFIX
 from megafp8.config import Config
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.optimizer import ModelWeights
@@ -50,6 +51,7 @@ def _ours(found: Found) -> GPTModel:
     config = Config.from_dict(found.metadata["args"]).replace(bf16=False, fp8_format=None, keep_modules_in_bf16=())
     model = build_model(config, ParallelContext(), "cpu")
     weights = ModelWeights(named_specs(model))
-    tensors = load_checkpoint(found.directory, weights.state(), ignored=("optimizer/", "rng/", "fp8_scaling/"))
-    weights.load_state(tensors)
+    biases = {PREFIX + name.removeprefix(PREFIX): item for name, item in model.state().items()}
+    wanted = weights.state() | biases  # the items of biases are the model's own tensors
+    weights.load_state(load_checkpoint(found.directory, wanted, ignored=("optimizer/", "rng/", "fp8_scaling/")))
     return model

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from megafp8.checkpoint.hf.deepseek_v3 import DEEPSEEK_V3
 from megafp8.checkpoint.hf.family import Family
 from megafp8.checkpoint.hf.gpt2 import GPT2
 from megafp8.checkpoint.hf.llama import LLAMA, MISTRAL, QWEN2
+from megafp8.checkpoint.hf.mixtral import MIXTRAL
 from megafp8.checkpoint.hf.qwen3 import QWEN3
+from megafp8.checkpoint.hf.qwen3_moe import QWEN3_MOE
 from megafp8.checkpoint.hf.values import Values
 from megafp8.config import Config
 
 __all__ = ["FAMILIES", "Family", "family_for", "family_of"]
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)
+}
 """By model_type, in the order in which `family_for` tries them."""
 
 

@@ -56,15 +56,14 @@ def tokenizer_args(directory: Path) -> dict[str, Any]:
 def export_tokenizer(data: Mapping[str, Any], target: Path) -> bool:
     """Copies a run's tokenizer under the names of Hugging Face; False where there is no such form or file.
 
-    data: tokenizer_type, tokenizer_model, vocab_file and merge_file of DataConfig.
+    data: tokenizer_type, tokenizer_model, vocab_file and merge_file of DataConfig, as far as given.
     """
-    kind, model = data["tokenizer_type"], data["tokenizer_model"]
+    kind, model = data["tokenizer_type"], data.get("tokenizer_model")
     if kind == "HuggingFaceTokenizer" and model and Path(model).exists():
-        path = Path(model)
-        return copy_companions(path if path.is_dir() else path.parent, target)
+        return copy_companions(Path(model) if Path(model).is_dir() else Path(model).parent, target)
     files = {
         "SentencePieceTokenizer": {"tokenizer.model": model},
-        "GPT2BPETokenizer": {"vocab.json": data["vocab_file"], "merges.txt": data["merge_file"]},
+        "GPT2BPETokenizer": {"vocab.json": data.get("vocab_file"), "merges.txt": data.get("merge_file")},
     }.get(kind, {})
     if not files or not all(path and Path(path).is_file() for path in files.values()):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,12 +12,16 @@ from megafp8.checkpoint.hf.values import MAX_LAYERS, Values
 from megafp8.config import Config, build_config
 from megafp8.config.config import flag_of, has_flag
 from megafp8.config.model import ModelConfig
+from megafp8.config.validate.idle import IDLE
 
 TRAINING_ONLY = {
-    *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by", "padded_vocab_size"),
-    *("group_query_attention", "use_rotary_position_embeddings"),  # their effect is in other fields
+    *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by", "moe_aux_loss_coeff"),
+    *("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_router_dtype"),
+    "mtp_loss_scaling_factor",
 }
 """Fields of ModelConfig that say nothing of the trained model."""
+DERIVED = {"group_query_attention", "use_rotary_position_embeddings", "moe_layer_freq", "window_size"}
+"""Fields whose effect is compared otherwise."""
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
 """Names in old files that hold no weights."""
 
@@ -30,6 +34,7 @@ class Family:
     to_hf: our configuration -> config.json. It may assume that the model is of the family: `describe` checks it.
     ignored: patterns of names in its files that hold no weights.
     stem: prefix that its files' names may lack.
+    present: our fields, and the names in the files -> the fields of what is really there.
     """
 
     model_type: str
@@ -39,6 +44,7 @@ class Family:
     to_hf: Callable[[Config], dict[str, Any]]
     ignored: tuple[str, ...] = IGNORED
     stem: str = "model."
+    present: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] = lambda args, names: args
 
     def describe(self, config: Config) -> dict[str, Any]:
         """The config.json of our model. Raises ValueError, naming the flags, when this family has no such model."""
@@ -51,10 +57,10 @@ class Family:
             **self.to_hf(config),
         }
         try:
-            back = model_of(self.to_args(Values(content))).model
+            back = model_of(self.to_args(Values(content)))
         except ValueError as error:
             raise ValueError(f"family {self.model_type} has no such model: {error}") from None
-        if differing := differences(back, config.model):
+        if differing := differences(back, config):
             raise ValueError(f"family {self.model_type} has no such model: {'; '.join(differing)}")
         return content
 
@@ -67,25 +73,29 @@ def model_of(args: Mapping[str, Any]) -> Config:
     return build_config(env={}, check_files=False, **(values | dict(args)))
 
 
-def differences(a: ModelConfig, b: ModelConfig) -> list[str]:
+def differences(a: Config, b: Config) -> list[str]:
     """What tells two architectures apart, a text a flag; the vocabulary aside."""
+    idle = {name for rule in IDLE if rule.applies(a) and rule.applies(b) for name in rule.names}
+    if all(a.model.moe_layers) and all(b.model.moe_layers):
+        idle.add("ffn_hidden_size")
+    names = [f.name for f in fields(ModelConfig) if has_flag(f.name)]
     found = []
-    for field in fields(ModelConfig):
-        name = field.name
-        if name in TRAINING_ONLY or not has_flag(name):
-            continue
-        if name == "rope_scaling_factor" and not (a.use_rope_scaling and b.use_rope_scaling):
-            continue
-        x, y = getattr(a, name), getattr(b, name)
-        if x != y and not (isinstance(x, float) and isinstance(y, float) and abs(x - y) <= 1e-12 * abs(y)):
-            found.append(f"{flag_of(name)} is {y}, it has {x}")
+    for name in names:
+        x, y = getattr(a.model, name), getattr(b.model, name)
+        if (x or None) != (y or None) and name not in TRAINING_ONLY | DERIVED | idle:
+            found.append(f"{flag_of(name)} is {y}, not {x}")
+    for name, what in (("moe_layer_freq", "moe_layers"), ("window_size", "window")):
+        if getattr(a.model, what) != getattr(b.model, what):
+            found.append(f"{flag_of(name)} is {getattr(b.model, name)}, not {getattr(a.model, name)}")
     return found
 
 
-def decoder_args(hf: Values, *, tied: bool = False, kv_heads: int | None = None, eps: float = 1e-6) -> dict[str, Any]:
+def decoder_args(
+    hf: Values, *, kv_heads: int | None = None, eps: float = 1e-6, theta: float = 10000.0
+) -> dict[str, Any]:
     """Fields of a decoder with RMSNorm, rotary positions and SwiGLU: all families but GPT-2.
 
-    tied, kv_heads, eps: the class's defaults (kv_heads None: as many as query heads).
+    kv_heads, eps, theta: the class's defaults (kv_heads None: as many as query heads).
     """
     hf.require("hidden_act", "silu", default="silu")
     heads = hf.integer("num_attention_heads")
@@ -103,8 +113,8 @@ def decoder_args(hf: Values, *, tied: bool = False, kv_heads: int | None = None,
         "norm_epsilon": hf.number("rms_norm_eps", eps),
         "swiglu": True,
         "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": not hf.flag("tie_word_embeddings", tied),
-        **rope_args(hf),
+        "untie_embeddings_and_output_weights": not hf.flag("tie_word_embeddings", False),
+        **rope_args(hf, theta),
     }
 
 
@@ -125,16 +135,16 @@ def decoder_hf(config: Config) -> dict[str, Any]:
     }
 
 
-def rope_args(hf: Values, theta: float = 10000.0) -> dict[str, Any]:
+def rope_args(hf: Values, theta: float) -> dict[str, Any]:
     """Rotary fields: from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     new = hf.section("rope_parameters")
     scaling = new if new.content else hf.section("rope_scaling")
     base = (new if "rope_theta" in new.content else hf).number("rope_theta", theta)
-    args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
     scaling.require("partial_rotary_factor", 1.0, default=1.0)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise ValueError(f"{scaling.where}: '{kind}' is not built here, only {', '.join(ROPE_TYPES)}")
+    args: dict[str, Any] = {"position_embedding_type": "rope", "rope_type": "rope", "rotary_base": base}
     return args | ROPE_TYPES[kind](scaling)
 
 
@@ -146,16 +156,36 @@ def _linear(scaling: Values) -> dict[str, Any]:
 
 
 def _llama3(scaling: Values) -> dict[str, Any]:
-    scaling.require("low_freq_factor", 1.0)
-    scaling.require("high_freq_factor", 4.0)
-    scaling.require("original_max_position_embeddings", 8192)
+    scaling.require("low_freq_factor", LLAMA3["low_freq_factor"])
+    scaling.require("high_freq_factor", LLAMA3["high_freq_factor"])
+    scaling.require("original_max_position_embeddings", LLAMA3["original_max_position_embeddings"])
     return {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor")}
 
 
+def _yarn(scaling: Values) -> dict[str, Any]:
+    """transformers heeds `mscale` and `mscale_all_dim` only together; else rotation is scaled as by mscale 1."""
+    scaling.require("attention_factor", None)
+    scaling.require("truncate", True, default=True)
+    mscale, all_dim = (scaling.content.get(key) or None for key in ("mscale", "mscale_all_dim"))
+    if all_dim and not mscale:
+        raise ValueError(f"{scaling.where}: 'mscale_all_dim' without 'mscale' is not built here")
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.number("factor"),
+        "original_max_position_embeddings": scaling.integer("original_max_position_embeddings"),
+        "beta_fast": scaling.number("beta_fast", 32.0),
+        "beta_slow": scaling.number("beta_slow", 1.0),
+        "mscale": scaling.number("mscale") if all_dim else 1.0,
+        "mscale_all_dim": scaling.number("mscale_all_dim") if all_dim else 0.0,
+    }
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPE_TYPES: dict[str, Callable[[Values], dict[str, Any]]] = {
     "default": lambda scaling: {},
     "linear": _linear,
     "llama3": _llama3,
+    "yarn": _yarn,
 }
 """Kind of scaling -> the fields that it sets."""
 
@@ -164,31 +194,39 @@ def rope_hf(model: ModelConfig) -> dict[str, Any]:
     """The inverse of `rope_args`, for transformers 5 and 4 alike."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if model.use_rope_scaling:
-        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+        scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **LLAMA3}
     elif model.rotary_seq_len_interpolation_factor is not None:
         scaling = {"rope_type": "linear", "factor": float(model.rotary_seq_len_interpolation_factor)}
+    elif model.rope_type == "yarn":
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        scaling = {"rope_type": "yarn", "factor": model.rotary_scaling_factor}
+        scaling |= {name: getattr(model, name) for name in names}
     old = {} if scaling["rope_type"] == "default" else {"rope_scaling": scaling}
     return {"rope_theta": model.rotary_base, "rope_parameters": {"rope_theta": model.rotary_base, **scaling}, **old}
 
 
-def without_window(hf: Values, args: dict[str, Any]) -> dict[str, Any]:
-    """A sliding window makes no difference to sequences that fit into it: positions end there."""
+def window_args(hf: Values) -> dict[str, Any]:
+    """A sliding window of so many tokens, the token itself included; one that reaches over all positions is none."""
     window = hf.integer("sliding_window", None)
-    if window is not None and window < args["max_position_embeddings"]:
-        args = args | {"max_position_embeddings": window}
-    return args
+    if window is None or window >= hf.integer("max_position_embeddings", 2048):
+        return {}
+    return {"window_size": f"{window - 1},0"}
 
 
-def layer_rules(*, norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")) -> tuple[Rule, ...]:
-    """Rules of what all decoders with RMSNorm name alike."""
-    return (
-        Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-        Rule("final_norm.weight", "model.norm.weight"),
-        Rule("lm_head.weight", "lm_head.weight"),
-        Rule("layers.{i}.input_norm.weight", f"model.layers.{{i}}.{norms[0]}.weight"),
-        Rule("layers.{i}.mlp_norm.weight", f"model.layers.{{i}}.{norms[1]}.weight"),
-    )
+def window_hf(config: Config) -> dict[str, Any]:
+    """The inverse of `window_args`."""
+    window = config.model.window
+    return {"sliding_window": None if window is None else window + 1}
+
+
+COMMON_RULES = (
+    Rule("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    Rule("final_norm.weight", "model.norm.weight"),
+    Rule("lm_head.weight", "lm_head.weight"),
+    Rule("layers.{i}.input_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+    Rule("layers.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+)
+"""Of what all decoders with RMSNorm name alike."""
 
 
 def canonical(name: str, family: Family) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megafp8.checkpoint.hf.family import Family, decoder_args, decoder_hf, layer_rules, without_window
+from megafp8.checkpoint.hf.family import COMMON_RULES, Family, decoder_args, decoder_hf, window_args, window_hf
 from megafp8.checkpoint.hf.layouts import QKV, STACKED
 from megafp8.checkpoint.hf.rules import Rule
 from megafp8.checkpoint.hf.values import Values
@@ -20,7 +20,7 @@ MLP_RULES = (
     Rule("layers.{i}.mlp.fc1.{field}", (f"{MLP}.gate_proj.{{field}}", f"{MLP}.up_proj.{{field}}"), STACKED),
     Rule("layers.{i}.mlp.fc2.{field}", f"{MLP}.down_proj.{{field}}"),
 )
-RULES = layer_rules() + ATTENTION_RULES + MLP_RULES
+RULES = COMMON_RULES + ATTENTION_RULES + MLP_RULES
 
 
 def _llama_args(hf: Values) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def _llama_hf(config: Config) -> dict[str, Any]:
 
 
 def _mistral_args(hf: Values) -> dict[str, Any]:
-    return without_window(hf, decoder_args(hf, kv_heads=8))
+    return decoder_args(hf, kv_heads=8) | window_args(hf)
 
 
 def _mistral_hf(config: Config) -> dict[str, Any]:
-    return decoder_hf(config) | {"sliding_window": None}
+    return decoder_hf(config) | window_hf(config)
 
 
 def _qwen2_args(hf: Values) -> dict[str, Any]:

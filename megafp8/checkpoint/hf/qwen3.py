@@ -15,11 +15,11 @@ NORM_RULES = tuple(
 )
 
 
-def qwen3_args(hf: Values) -> dict[str, Any]:
-    """Fields that the dense and the mixture-of-experts models share."""
+def qwen3_args(hf: Values, kv_heads: int = 32) -> dict[str, Any]:
+    """Fields that the dense and the mixture-of-experts models share. kv_heads: the class's default."""
     hf.require("use_sliding_window", False, default=False)
     hf.require("attention_bias", False, default=False)
-    args = decoder_args(hf, kv_heads=32) | {"qk_layernorm": True}
+    args = decoder_args(hf, kv_heads=kv_heads) | {"qk_layernorm": True}
     return args | {"kv_channels": hf.integer("head_dim", 128)}
 
 

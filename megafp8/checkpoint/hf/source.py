@@ -80,7 +80,11 @@ def open_source(directory: Path, family: Family, hf: Values) -> Iterator[Source]
                     raise DamagedFileError(f"{directory}: '{name}' is in {found[name].file} and in {file}")
                 found[name] = _stored(directory, file, key, handles[file])
         scales = {name: stored for name, stored in found.items() if name.endswith(SCALE_SUFFIX)}
-        tensors = {name: _with_scale(directory, name, s, scales, fp8) for name, s in found.items() if name not in scales}
+        tensors = {
+            name: _with_scale(directory, name, stored, scales, fp8)
+            for name, stored in found.items()
+            if name not in scales
+        }
         if unused := scales.keys() - {s.scale for s in tensors.values()}:
             raise ValueError(f"{directory}: '{min(unused)}' scales no FP8 tensor")
         yield Source(directory, tensors, scales, handles, fp8)

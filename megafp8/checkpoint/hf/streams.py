@@ -27,7 +27,11 @@ class Incoming:
     """
 
     def __init__(
-        self, plan: Iterable[Entry], model: ModelConfig, dtypes: Mapping[str, torch.dtype], read: Callable[[str], Tensor]
+        self,
+        plan: Iterable[Entry],
+        model: ModelConfig,
+        dtypes: Mapping[str, torch.dtype],
+        read: Callable[[str], Tensor],
     ):
         self._model, self._read = model, read
         self._entries = {PREFIX + entry.name: entry for entry in plan}

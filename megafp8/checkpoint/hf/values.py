@@ -59,6 +59,10 @@ class Values:
             raise self._wrong(key, value, f"an integer from 1 to {largest}")
         return value
 
+    def count(self, key: str) -> int:
+        """An integer, 0 where the key is absent or null."""
+        return 0 if self.content.get(key) == 0 else self.integer(key, 0, largest=MAX_LAYERS)
+
     def number(self, key: str, default: Any = _REQUIRED) -> float:
         """A positive finite number."""
         value = self._get(key, default)
