@@ -2,8 +2,10 @@
 
 With target t, K classes and smoothing e (as in `torch.nn.functional.cross_entropy`):
 
-    loss = (1 - e) * (lse - x_t) + e * (lse - mean_k x_k),      lse = log sum_k exp(x_k)
-    dloss / dx_k = softmax(x)_k - (1 - e) [k == t] - e / K
+    loss = (1 - e) * (lse - x_t) + e * (lse - mean_k x_k) + z * lse^2,      lse = log sum_k exp(x_k)
+    dloss / dx_k = softmax(x)_k * (1 + 2 z * lse) - (1 - e) [k == t] - e / K
+
+z weighs the z-loss (PaLM, section 5), which keeps lse near 0.
 
 The logits are worked on in chunks of tokens, so that FP32 intermediates stay small; backward needs only the logits
 and two FP32 numbers a token. The mean of the smoothing term runs over the whole logical vocabulary, never over a
@@ -43,7 +45,7 @@ def _local_targets(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Te
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float, tp: Axis) -> Tensor:
+    def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float, z: float, tp: Axis) -> Tensor:
         start = tp.rank * logits.shape[1]
         columns = min(max(vocab_size - start, 0), logits.shape[1])
         target, here = _local_targets(labels, start, columns)
@@ -57,23 +59,27 @@ class _CrossEntropy(torch.autograd.Function):
             for rows in _chunks(*logits.shape):
                 total[rows] = _shifted(logits[rows, :columns], top[rows]).sum(1)
             losses += smoothing * (log_sum - tp.sum_(total) / vocab_size)
+        if z:
+            losses += z * (top + log_sum).square()
         ctx.save_for_backward(logits, target, here, top, log_sum)
-        ctx.columns, ctx.vocab_size, ctx.smoothing = columns, vocab_size, smoothing
+        ctx.columns, ctx.vocab_size, ctx.smoothing, ctx.z = columns, vocab_size, smoothing, z
         return losses
 
     @staticmethod
-    def backward(ctx, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, here, top, log_sum = ctx.saved_tensors
         columns = ctx.columns
         grad = torch.empty_like(logits)
         grad[:, columns:] = 0
         for rows in _chunks(*logits.shape) if columns else ():
             p = _shifted(logits[rows, :columns], top[rows]).sub_(log_sum[rows, None]).exp_()
+            if ctx.z:
+                p *= 1 + 2 * ctx.z * (top[rows, None] + log_sum[rows, None])
             if ctx.smoothing:
                 p -= ctx.smoothing / ctx.vocab_size
             p.scatter_add_(1, target[rows, None], here[rows, None] * (ctx.smoothing - 1.0))
             grad[rows, :columns] = p.mul_(grad_losses[rows, None])
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -98,12 +104,14 @@ def vocab_parallel_cross_entropy(
     padded_vocab_size: int,
     *,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     tp: Axis | None = None,
 ) -> Tensor:
     """Per-token losses, FP32 [T].
 
     logits: [T, padded_vocab_size / tp size], FP32 or BF16; this rank's columns. Not changed.
     labels: int64 [T], ids below `vocab_size`.
+    z_loss: weight of the z-loss.
     vocab_size: the logical vocabulary; columns past it are ignored and their gradient is exactly zero.
     tp: the tensor-parallel axis; none or size 1 posts no collective.
     Raises ValueError when `logits` isn't this rank's part of the padded vocabulary (gathered logits, for one).
@@ -114,4 +122,4 @@ def vocab_parallel_cross_entropy(
             f"logits have {logits.shape[1]} columns; each of {tp.size} ranks must pass its part of the "
             f"{padded_vocab_size} of the padded vocabulary"
         )
-    return _CrossEntropy.apply(logits, labels, vocab_size, label_smoothing, tp)
+    return _CrossEntropy.apply(logits, labels, vocab_size, label_smoothing, z_loss, tp)
