@@ -93,7 +93,7 @@ def quantize(
     Raises ValueError for what the kernels don't know.
     """
     _check(x, spec, rowwise, colwise)
-    M, K = x.shape
+    x, (M, K) = readable(x), x.shape
     row, col = out or (
         allocate(M, K, spec, x.device) if rowwise else None,
         allocate(K, M, spec, x.device) if colwise else None,
@@ -110,7 +110,7 @@ def quantize(
 
 def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
     """Largest absolute finite value of each tile, FP32, in the shape of that orientation's scales."""
-    M, K = x.shape
+    x, (M, K) = readable(x), x.shape
     if tile.kind == "tensor":
         out = torch.empty(1, dtype=torch.float32, device=x.device)
         partials = _partial_amaxes(x)
@@ -192,6 +192,11 @@ def pointers(stored: Stored | None) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     data, scale_inv = stored
     return data.view(torch.uint8), scale_inv.view(torch.uint8) if scale_inv.dtype != torch.float32 else scale_inv
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy if neither its rows nor its columns are contiguous (every second column, say)."""
+    return x if 1 in x.stride() else x.contiguous()
 
 
 def _is_transposed(x: Tensor) -> bool:

@@ -64,10 +64,14 @@ NORM_BOTH = Config(128, 128, 8, r=4)
 SWIGLU_ROWS = Config(64, 128, 8, r=2)
 SWIGLU_COLUMNS = Config(128, 64, 8, r=4, c=8)
 SWIGLU_BOTH = Config(128, 128, 16, r=8, c=4)
-SWIGLU_GRAD = Config(128, 128, 16, r=4, c=8)
+SWIGLU_GRAD = Config(128, 128, 16, r=8, c=4, maxnreg=64)
+SWIGLU_GRAD_HIGH_PRECISION = Config(128, 128, 16, r=4, c=8)
 
 
 def norm_rows_config(hidden: int) -> Config:
-    """One program a row of `hidden` elements, `block_k` at a time: few warps, so that pieces come out even."""
-    warps = next((w for w in (2, 4) if hidden % (512 * w) == 0), 4)
+    """One program a row of `hidden` elements, `block_k` at a time, which it reads twice.
+
+    Few warps a row mean few instructions an element, but many rows under way: so many that all fit into L1.
+    """
+    warps = min(16, 1 << max(0, -(-hidden // 1800) - 1).bit_length())
     return Config(1, 512 * warps, warps)

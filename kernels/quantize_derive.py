@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from .language import gl, jit, layout_of
-from .quantize import Stored, allocate, allocate_scales, pointers, scale_ld, spec_arguments, tile_epsilon
+from .quantize import Stored, allocate, allocate_scales, pointers, readable, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import GROUPED, GROUPED_COLUMNS, TRANSPOSE
 from .quantize_device import (
     emit_colwise,
@@ -177,7 +177,7 @@ def quantize_grouped(x: Tensor, offsets: Tensor, spec: Spec, rowwise: bool = Tru
 
 def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool, offsets: Tensor | None,
                    alignment: int) -> tuple[Stored | None, Stored]:
-    M, K = x.shape
+    x, (M, K) = readable(x), x.shape
     experts = 0 if offsets is None else offsets.numel() - 1
     row = allocate(M, K, spec, x.device) if rowwise else None
     data, scale_inv = allocate(K, M, spec, x.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .language import INTERPRETED, gl, jit
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
-from .quantize_configs import SWIGLU_BOTH, SWIGLU_COLUMNS, SWIGLU_GRAD, SWIGLU_ROWS
+from .quantize_configs import SWIGLU_BOTH, SWIGLU_COLUMNS, SWIGLU_GRAD, SWIGLU_GRAD_HIGH_PRECISION, SWIGLU_ROWS
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
@@ -212,7 +212,7 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor, spec: Spec, *, rowwise: bool = T
     col = allocate(2 * F, T, spec, x.device) if colwise and fused else None
     y_col = allocate(F, T, y_spec, x.device) if y_spec is not None else None
     y_args = {"Y_" + name: value for name, value in spec_arguments(y_spec or spec).items()}
-    config = SWIGLU_GRAD
+    config = SWIGLU_GRAD if dx is None else SWIGLU_GRAD_HIGH_PRECISION
     if T and F:
         swiglu_grad_kernel[config.grid(T, F, x.device)](
             dy, x, dx, *pointers(row), *pointers(col), *pointers(y_col), T, F, dy.stride(0),

@@ -1,0 +1,111 @@
+"""Every quantization kernel and configuration, compiled for Hopper without a GPU: nothing spills, memory is read and
+written 16 bytes at a time, shared memory fits."""
+
+import pytest
+import torch
+from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize, testing
+
+from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+
+BLOCKWISE = OperandSpec(E4M3, Tile("1d", 128), Scale.POW2)
+BLOCKWISE_FP32 = OperandSpec(E5M2, Tile("1d", 128), Scale.FP32)
+MXFP8 = OperandSpec(E4M3, Tile("1d", 32), Scale.E8M0)
+SQUARES = OperandSpec(E4M3, Tile("2d", 128), Scale.POW2)
+SQUARES_32 = OperandSpec(E4M3, Tile("2d", 32), Scale.E8M0)
+TENSORWISE = OperandSpec(E4M3, Tile("tensor"), Scale.FP32)
+
+X = torch.empty(256, 1024, dtype=torch.bfloat16)
+ROWS = torch.empty(64, 8192, dtype=torch.bfloat16)
+HIDDEN = torch.empty(128, 7168, dtype=torch.bfloat16)
+WEIGHT = torch.empty(7168, dtype=torch.bfloat16)
+OFFSETS = torch.zeros(9, dtype=torch.int64)
+ONE = torch.ones(1)
+FLAG = torch.zeros(1, dtype=torch.int32)
+BYTES = quantize.allocate(256, 1024, BLOCKWISE, X.device)
+
+LAUNCHES = {
+    "rows": lambda: quantize.quantize(X, BLOCKWISE),
+    "rows fp32 scales": lambda: quantize.quantize(X, BLOCKWISE_FP32),
+    "rows mxfp8": lambda: quantize.quantize(X, MXFP8),
+    "columns": lambda: quantize.quantize(X, BLOCKWISE, False, True),
+    "both": lambda: quantize.quantize(X, BLOCKWISE, True, True),
+    "both fp32 scales": lambda: quantize.quantize(X, BLOCKWISE_FP32, True, True),
+    "both mxfp8": lambda: quantize.quantize(X, MXFP8, True, True),
+    "both of FP32": lambda: quantize.quantize(X.float(), BLOCKWISE, True, True),
+    "both, given amaxes": lambda: quantize.quantize(
+        X, BLOCKWISE, True, True, torch.ones(256, 8), torch.ones(1024, 2)
+    ),
+    "weights": lambda: quantize.quantize(X, SQUARES, True, True, noop=FLAG),
+    "weights mxfp8": lambda: quantize.quantize(X, SQUARES_32, True, True),
+    "tensorwise": lambda: quantize.quantize(ROWS, TENSORWISE),
+    "tensorwise both": lambda: quantize.quantize(X, TENSORWISE, True, True),
+    "delayed": lambda: quantize.quantize(ROWS, TENSORWISE, scale=ONE, amax_out=ONE),
+    "tile amaxes": lambda: quantize.amax(X, BLOCKWISE.tile),
+    "grouped": lambda: quantize_derive.quantize_grouped(X, OFFSETS, BLOCKWISE, alignment=16),
+    "grouped columns": lambda: quantize_derive.quantize_grouped(X, OFFSETS, BLOCKWISE, False, alignment=16),
+    "derived": lambda: quantize_derive.derive_colwise(*BYTES, BLOCKWISE),
+    "transpose": lambda: quantize_derive.transpose(BYTES[0]),
+    "norm rows": lambda: norm_quantize.rms_norm_quantize(HIDDEN, WEIGHT, BLOCKWISE),
+    "norm both": lambda: norm_quantize.rms_norm_quantize(HIDDEN, WEIGHT, BLOCKWISE, colwise=True),
+    "norm columns": lambda: norm_quantize.norm_columns_quantize(HIDDEN, WEIGHT, torch.ones(128), BLOCKWISE),
+    "swiglu rows": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE),
+    "swiglu columns": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, rowwise=False, colwise=True),
+    "swiglu both": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, colwise=True),
+    "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(
+        X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE
+    ),
+    "swiglu gradient kept": lambda: swiglu_quantize.swiglu_grad_quantize(
+        X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE, high_precision=True
+    ),
+}
+READS_ONLY = {"amax_kernel", "tile_amax_kernel", "norm_stats_kernel", "finish_amax_kernel"}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_compiles_for_hopper_without_spills(launch):
+    with testing.captured_launches() as launches:
+        launch()
+    assert launches
+    for captured in launches:
+        used = testing.resources(testing.compile_launch(captured))
+        name = captured.kernel.__name__
+        assert used.spills == 0, f"{name}: {used.spills} local loads and stores"
+        assert used.shared <= testing.SHARED_MEMORY, name
+        assert any(op.startswith(("LDG.E.128", "LDG.E.64")) for op in used.instructions), f"{name}: narrow loads"
+        if name not in READS_ONLY:
+            assert any(op.startswith("STG.E.128") for op in used.instructions), f"{name}: narrow stores"
+            assert _has_e8m0(captured) or not used.instructions["STG.E.U8"], f"{name}: stores single bytes"
+        if name not in READS_ONLY | {"transpose_kernel"}:
+            assert any(op.startswith("F2FP.SATFINITE") for op in used.instructions), f"{name}: no native FP8 cast"
+
+
+def _has_e8m0(captured: testing.Launch) -> bool:
+    """E8M0 scales are single bytes, which may be stored one by one."""
+    return 2 in (captured.kwargs.get("SCALE"), captured.kwargs.get("Y_SCALE"))
+
+
+def test_ragged_shapes_compile_without_spills():
+    x = torch.empty(129, 300, dtype=torch.bfloat16)
+    with testing.captured_launches() as launches:
+        quantize.quantize(x, BLOCKWISE, True, True)
+        quantize.quantize(x, SQUARES, True, True)
+    assert [testing.resources(testing.compile_launch(launch)).spills for launch in launches] == [0, 0]
+
+
+def test_configurations_cover_their_tiles():
+    """R x C elements a thread, 32 lanes and all warps make up a tile, and a quantization tile holds whole threads."""
+    configs = {name: c for name, c in vars(quantize_configs).items() if isinstance(c, quantize_configs.Config)}
+    assert len(configs) > 10
+    for name, c in configs.items():
+        elements = c.r * c.c * 32 * c.num_warps
+        assert c.block_m * c.block_k % elements == 0, name
+        assert c.block_k // c.c <= 32 or c.block_m == 1, name
+        if c.r > 1:
+            assert c.r in (2, 4, 8), name
+
+
+@pytest.mark.parametrize(("hidden", "warps"), [(64, 1), (2048, 2), (4096, 4), (7168, 4), (8192, 8), (65536, 16)])
+def test_norm_configuration_by_hidden_size(hidden, warps):
+    config = quantize_configs.norm_rows_config(hidden)
+    assert config.num_warps == warps
+    assert config.block_k == 512 * warps
