@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .gemm_launch import BLOCK, BLOCK_1D1D, BLOCK_1D2D, DENSE, FP8, TENSORWISE, Problem, launch
+from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, DENSE, TENSORWISE
+from .gemm_launch import BLOCK, FP8, Problem, launch
 
 
 def gemm_tensorwise(

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import gemm_hopper, gemm_regroup, gemm_tl
-from .gemm_hopper import BLOCK_1D1D, BLOCK_1D2D, DENSE, GROUPED_K, GROUPED_M, TENSORWISE
+from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, TENSORWISE
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)

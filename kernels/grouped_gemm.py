@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .gemm import blocks, check_operands, check_scales, output
-from .gemm_launch import BLOCK, BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, TENSORWISE, Problem, launch
+from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, TENSORWISE
+from .gemm_launch import BLOCK, Problem, launch
 
 
 def grouped_gemm_tensorwise(
