@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from megafp8.config import parse_args
+from megafp8.config import Config, parse_args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,19 +26,32 @@ def main(argv: list[str] | None = None) -> int:
 
             print(dry_run(config))
             return 0
-        from megafp8.parallel import build_parallel, close_parallel
-        from megafp8.training.build import build_parts, pick_device
-        from megafp8.training.trainer import Trainer
+    except ValueError as error:
+        return mistake(error)
+    from torch.distributed.elastic.multiprocessing.errors import record
 
+    return record(train)(config)  # so that torchrun's last lines show the error of the rank that failed first
+
+
+def train(config: Config) -> int:
+    from megafp8.parallel import build_parallel, close_parallel
+    from megafp8.training.build import build_parts, pick_device
+    from megafp8.training.trainer import Trainer
+
+    try:
         device = pick_device(config.train.device)
         parallel = build_parallel(config, device)
         trainer = Trainer(build_parts(config, parallel, device))
     except ValueError as error:
-        print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
-        return 2
+        return mistake(error)
     code = trainer.run()
     close_parallel(parallel)
     return code
+
+
+def mistake(error: ValueError) -> int:
+    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
