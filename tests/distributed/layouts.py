@@ -222,7 +222,8 @@ def run_layout(pool: WorkerPool, values: dict, layout: Layout, steps: int = 5, *
     ranks = pool.run_on(layout.world, train_with, values, layout, steps, options)
     first = ranks[0]
     for other in ranks[1:]:
-        assert (other.losses, other.norms, other.skipped) == (first.losses, first.norms, first.skipped)
+        for name in ("losses", "norms", "skipped"):
+            assert str(getattr(other, name)) == str(getattr(first, name)), name  # as text, where NaN is NaN
     return Run(
         first.losses,
         first.norms,
