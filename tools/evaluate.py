@@ -76,7 +76,7 @@ def evaluate_set(trained, dataset, masks, micro_batch_size: int, max_samples: in
     )
     count = min(len(dataset), max_samples or len(dataset))
     loss, valid = 0.0, 0.0
-    frequencies = torch.zeros(trained.config.data.vocab_size, dtype=torch.float64)
+    frequencies = torch.zeros(trained.config.model.unpadded_vocab_size, dtype=torch.float64)
     with torch.no_grad(), tqdm(total=count, unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar:
         for start in range(0, count, micro_batch_size):
             batch = next(loader)

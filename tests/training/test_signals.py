@@ -1,0 +1,60 @@
+"""SIGTERM ends a run after the iteration in hand, with a complete checkpoint and its exit code (CASES 78)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.training.runs import flags, metrics, run, write_corpus
+
+from megafp8.training.signals import StopSignal
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_sigterm_saves_with_loader_workers_alive(tmp_path, whole_group):
+    prefix = write_corpus(tmp_path)
+    argv = flags(prefix, "--num-workers", "2", "--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0")
+    argv += ["--log-dir", str(tmp_path / "run"), "--save", str(tmp_path / "c")]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "pretrain_gpt.py", *argv],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a process group of its own, as under a scheduler
+    )
+    try:
+        for line in process.stdout:
+            if "iteration        3/" in line:
+                break
+        sent = time.monotonic()
+        if whole_group:
+            os.killpg(process.pid, signal.SIGTERM)
+        else:
+            process.terminate()
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGTERM, rest
+    assert time.monotonic() - sent < 60
+    assert "signal 15" in rest
+    last = metrics(tmp_path / "run")[0][-1]["iteration"]
+    assert (tmp_path / "c" / "latest").read_text().strip() == f"iter_{last:07d}"
+    resumed = flags(prefix, "--train-iters", "100000", "--exit-interval", str(last + 1), "--eval-iters", "0")
+    assert run(*resumed, "--log-dir", str(tmp_path / "run"), "--load", str(tmp_path / "c")) == 0
+
+
+def test_a_second_interrupt_ends_at_once_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
