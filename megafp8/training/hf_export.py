@@ -93,9 +93,7 @@ def _outgoing(
         yield Outgoing(plan, config.model, stored, dtype=DTYPES.get(options.dtype), quantize=quantize)
 
 
-def _describe(
-    family: Family, config: Config, original: Values | None, names: Collection[str]
-) -> dict[str, Any]:
+def _describe(family: Family, config: Config, original: Values | None, names: Collection[str]) -> dict[str, Any]:
     """config.json: the original one where it still describes the model, else with what has changed put over it.
 
     names: of the tensors that are written.
@@ -171,7 +169,7 @@ class BlockExport:
             return [f"{count} weights: exactly the FP8 bytes and scales that the run computed with"]
         return [
             f"{len(outgoing.requantized)} of {count} weights quantized again, as their {BLOCK} x {BLOCK} blocks cut "
-            f"rows otherwise than the run's (first: {outgoing.requantized[0]}); the others are the run's own bytes"
+            f"rows otherwise than the run's (first: {min(outgoing.requantized)}); the others are the run's own bytes"
         ]
 
 

@@ -70,7 +70,7 @@ class Outgoing:
         self._maker: dict[str, Entry] = {}
         self.tensors: dict[str, Tensor] = {}
         self.kept: list[str] = []
-        self.requantized: list[str] = []
+        self.requantized: set[str] = set()
         for entry in plan:
             for name, tensor in self._describe(entry).items():
                 self._maker[name] = entry
@@ -111,7 +111,7 @@ class Outgoing:
         made = {}
         for name, pair, part in zip(entry.parts, carried, entry.split(tensor, self._model), strict=True):
             if pair is None:
-                self.requantized.append(name)
+                self.requantized.add(name)
                 pair = quantize(part)
             made[name], made[_scale_of(name)] = pair
         return made
