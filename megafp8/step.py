@@ -37,20 +37,27 @@ class ScalingHistory(Protocol):
 
 
 class Statistics:
-    """What modules report in the forwards of one step, summed by name: FP64 device tensors, so nothing waits."""
+    """What modules report in the forwards of one step, by name: FP64 device tensors, so nothing waits for them.
+
+    sums: of whatever is counted. means: (sum, weight), whose quotient goes into the log.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.means: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds to the sum `name`; its shape is always the same."""
-        value = value.detach().double()
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
+        _add(self.sums, name, value.detach().double())
 
-    def add_mean(self, name: str, value: Tensor, weight: float) -> None:
-        """Adds a value to a weighted mean: the sum holds (weight * value, weight)."""
-        value = value.detach().double()
-        self.add(name, torch.stack([value * weight, torch.full_like(value, weight)]))
+    def add_mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
+        """Adds a sum of values and their weight, scalars, to the mean `name`."""
+        total = total.detach().double()
+        _add(self.means, name, torch.stack([total, torch.as_tensor(weight, dtype=total.dtype, device=total.device)]))
+
+
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
 
 
 @dataclass(frozen=True)

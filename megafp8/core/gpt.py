@@ -47,6 +47,9 @@ from megafp8.parallel import ParallelContext
 from megafp8.params import GradSink, StateItem, initial_value, named_specs
 from megafp8.step import Statistics, StepContext
 
+WEIGHTS = "model/"
+"""Under which weights are saved."""
+
 
 class _EarlierUse:
     """Gradients of a parameter that is used again nearer the input: added, but not yet complete.
@@ -142,7 +145,7 @@ class GPTModel(nn.Module):
             hidden = depth(hidden, embedded, sequences, step)
             loss = self._loss(hidden, near.labels, near.loss_mask, shared)
             if step.records and step.statistics is not None:
-                step.statistics.add(f"mtp_{k + 1}_loss", torch.stack([loss, near.loss_mask.sum()]))
+                step.statistics.add_mean(f"mtp_{k + 1}_loss", loss, near.loss_mask.sum())
             total = total + loss
         return total
 
@@ -174,9 +177,9 @@ class GPTModel(nn.Module):
                 router.update_expert_bias(statistics.sums[router.load_name])
 
     def state(self) -> dict[str, StateItem]:
-        """What isn't a parameter: the experts' biases."""
+        """What isn't a parameter: the experts' biases, saved beside the weights."""
         biased = (router for router in self.routers() if router.expert_bias is not None)
-        return {f"{router.name}.expert_bias": StateItem.whole(router.expert_bias) for router in biased}
+        return {f"{WEIGHTS}{router.name}.expert_bias": StateItem.whole(router.expert_bias) for router in biased}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes the experts' biases back; other names are ignored. A missing one is KeyError."""

@@ -33,7 +33,13 @@ class RunState:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        owners = [parts.optimizer.weights, parts.optimizer, parts.scaling, RandomState(parts.parallel.rank)]
+        owners = [
+            parts.optimizer.weights,
+            parts.model,
+            parts.optimizer,
+            parts.scaling,
+            RandomState(parts.parallel.rank),
+        ]
         self._owners = [owner for owner in owners if owner is not None]
 
     def items(self) -> dict[str, StateItem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class IterationRecord:
     host: dict[str, Any]
     loss: Tensor
     stats: StepStats
+    means: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(progress: Progress, *, learning_rate: float, global_batch_size: int, output: StepOutput, stats: StepStats):
@@ -54,12 +55,14 @@ class IterationRecord:
             "learning_rate": learning_rate,
             "global_batch_size": global_batch_size,
         }
-        return IterationRecord(host, output.loss, stats)
+        return IterationRecord(host, output.loss, stats, output.means)
 
 
 def read_records(records: list[IterationRecord]) -> list[dict[str, Any]]:
     """The records as log lines without times; the device is waited for once."""
     columns = {"lm_loss": [r.loss for r in records]}
+    if records:
+        columns |= {name: [r.means[name] for r in records] for name in records[0].means}
     for name in ("grad_norm", "skipped", "nan", "num_zeros", "params_norm"):
         values = [getattr(r.stats, name) for r in records]
         if values and values[0] is not None:

@@ -20,6 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 # TensorBoard tags as Megatron writes them, so that existing dashboards work.
 TENSORBOARD_TAGS = {
     "lm_loss": "lm loss",
+    "aux_loss": "load_balancing_loss",
     "learning_rate": "learning-rate",
     "grad_norm": "grad-norm",
     "global_batch_size": "batch-size",
@@ -134,6 +135,7 @@ def console_line(lines: list[dict[str, Any]], total_iterations: int, show_throug
         f"lm loss: {loss:.6E}",
         f"grad norm: {last['grad_norm']:.3f}",
     ]
+    parts += [f"load balancing loss: {last['aux_loss']:.6E}"] if "aux_loss" in last else []
     parts += [f"num zeros: {last['num_zeros']}"] if "num_zeros" in last else []
     parts += [f"params norm: {last['params_norm']:.3f}"] if "params_norm" in last else []
     parts += [

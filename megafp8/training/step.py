@@ -8,7 +8,7 @@ and gradients are summed over the data-parallel ranks once a step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
 from megafp8.parallel import ParallelContext
-from megafp8.step import Phase, ScalingHistory, StepContext
+from megafp8.step import Phase, ScalingHistory, Statistics, StepContext
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,12 @@ class StepOutput:
     """Device scalars of a step, so that nothing waits for the device until they are read.
 
     loss: FP64 mean over the global batch's valid tokens (NaN when there are none); valid_tokens: their count, FP64.
+    means: what else modules report, such as auxiliary losses: means over the global batch, by name.
     """
 
     loss: Tensor
     valid_tokens: Tensor
+    means: dict[str, Tensor] = field(default_factory=dict)
 
 
 def loss_of(model: GPTModel, batch: Batch, step: StepContext) -> Tensor:
@@ -57,6 +59,7 @@ def forward_backward(
     """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers."""
     parallel = optimizer.parallel
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens
+    statistics = Statistics()
     for number, batch in enumerate(batches):
         batch = batch.to(device)
         step = StepContext(
@@ -67,13 +70,18 @@ def forward_backward(
             sample_group=parallel.dp.rank,
             grads=optimizer.grads,
             scaling=scaling,
+            statistics=statistics,
         )
         microbatch_loss = loss_of(model, batch, step)
         microbatch_loss.backward()
         totals += torch.stack([microbatch_loss.detach(), batch.loss_mask.sum()])
     optimizer.reduce_gradients()
     parallel.dp_cp.sum_(totals)
-    return StepOutput(totals[0] / totals[1], totals[1])
+    for value in (*statistics.sums.values(), *statistics.means.values()):
+        parallel.dp_cp.sum_(value)
+    model.update_expert_bias(statistics)
+    means = {name: total / weight for name, (total, weight) in statistics.means.items()}
+    return StepOutput(totals[0] / totals[1], totals[1], means)
 
 
 def advance_scaling(scaling: DelayedScaling, parallel: ParallelContext) -> None:

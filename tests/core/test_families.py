@@ -20,7 +20,8 @@ def copied(family: Family, theirs: torch.nn.Module):
         for name, value in mapped.items():
             ours[name][: value.shape[0]].copy_(value)
     biases = {
-        name: f"model.{name}".replace("router.expert_bias", "gate.e_score_correction_bias") for name in model.state()
+        name: name.replace("/", ".").replace("router.expert_bias", "gate.e_score_correction_bias")
+        for name in model.state()
     }
     model.load_state({name: theirs.state_dict()[their_name] for name, their_name in biases.items()})
     return model

@@ -83,7 +83,7 @@ class Router(nn.Module):
 
 def _report(step: StepContext, name: str, loss: Tensor, tokens: int) -> None:
     if step.records and step.statistics is not None:
-        step.statistics.add_mean(name, loss, tokens)
+        step.statistics.add_mean(name, loss * tokens, tokens)
 
 
 class _WithLoss(torch.autograd.Function):
