@@ -1,0 +1,127 @@
+"""pretrain_gpt.py on several processes: the same run as on one, resumes in other layouts, stops and fails together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import pretrain_gpt
+from megafp8.training.run_log import read_metrics
+from megafp8.training.trainer import Trainer
+from tests.training.runs import flags, write_corpus
+
+TP_DP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+ROOT = Path(__file__).resolve().parents[2]
+# Adam makes whole steps of gradients that are rounding only; see layouts.py.
+SMOOTH = ("--lr", "1e-4", "--min-lr", "1e-4", "--global-batch-size", "8", "--train-iters", "6", "--eval-interval", "3")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def run(argv: list[str]) -> int:
+    return pretrain_gpt.main(argv)
+
+
+def lines(log_dir: Path, key: str) -> list[float]:
+    training, validation = read_metrics(log_dir)
+    return [line[key] for line in (validation if key == "valid_loss" else training)]
+
+
+def start(pool, world: int, corpus: Path, log_dir: Path, *extra: str) -> list[int]:
+    argv = [*flags(corpus, *SMOOTH), "--log-dir", str(log_dir), *extra]
+    return pool.run_on(world, run, argv, timeout=120)
+
+
+def near(actual: list[float], expected: list[float]) -> bool:
+    return len(actual) == len(expected) > 0 and all(
+        abs(a - b) <= 1e-6 * abs(b) for a, b in zip(actual, expected, strict=True)
+    )
+
+
+def test_run_equals_that_of_one_process(pool, corpus, tmp_path):
+    """Losses, gradient norms, evaluations; and after a resume in any other layout."""
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert start(pool, 1, corpus, one) == [0]
+    half = ("--exit-interval", "3", "--save", str(tmp_path / "saved"))
+    assert start(pool, 4, corpus, four, *TP_DP, *half) == [0] * 4
+    for key in ("lm_loss", "grad_norm", "valid_loss"):
+        assert near(lines(four, key), lines(one, key)[: len(lines(four, key))]), key
+    for name, world, layout in (("two", 2, ()), ("tp", 2, TP_DP), ("again", 1, ())):
+        log_dir = tmp_path / name
+        assert start(pool, world, corpus, log_dir, *layout, "--load", str(tmp_path / "saved")) == [0] * world
+        assert lines(log_dir, "iteration")[0] == 4
+        for key in ("lm_loss", "grad_norm"):
+            assert near(lines(log_dir, key), lines(one, key)[3:]), (name, key)
+        assert near(lines(log_dir, "valid_loss")[-1:], lines(one, "valid_loss")[-1:])
+
+
+def run_with_signal(argv: list[str]) -> int:
+    """Rank 1 alone gets a SIGTERM during its third iteration."""
+    original = Trainer._iteration
+
+    def iteration(self, batches):
+        if self.progress.iteration == 2 and self.parts.parallel.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, batches)
+
+    with mock.patch.object(Trainer, "_iteration", iteration):
+        return pretrain_gpt.main(argv)
+
+
+def test_signal_to_one_rank_stops_all_with_a_checkpoint(pool, corpus, tmp_path):
+    argv = [*flags(corpus, *SMOOTH), "--log-dir", str(tmp_path / "log"), "--save", str(tmp_path / "saved"), *TP_DP]
+    assert pool.run_on(4, run_with_signal, argv, timeout=60) == [143] * 4
+    (stopped,) = (tmp_path / "saved").glob("iter_*")
+    assert lines(tmp_path / "log", "iteration")[-1] == int(stopped.name.removeprefix("iter_")) == 4
+
+
+def test_mistakes_are_told_before_any_communication(pool, corpus, tmp_path):
+    assert start(pool, 2, corpus, tmp_path, "--tensor-model-parallel-size", "4") == [2, 2]
+    uneven = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "31")
+    assert start(pool, 2, corpus, tmp_path, *uneven) == [2, 2]
+    fp8 = ("--bf16", "--fp8-format", "e4m3", "--tensor-model-parallel-size", "2")
+    assert start(pool, 2, corpus, tmp_path, *fp8) == [2, 2]  # 48 features a rank, tiles of 128
+
+
+FAILING = """
+import os, signal, sys
+import pretrain_gpt
+from megafp8.training.trainer import Trainer
+original = Trainer._iteration
+def iteration(self, batches):
+    if self.progress.iteration == 2 and self.parts.parallel.rank == 1:
+        if {kill}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("the third iteration of rank 1 went wrong")
+    return original(self, batches)
+Trainer._iteration = iteration
+sys.exit(pretrain_gpt.main())
+"""
+
+
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_failed_rank_ends_the_job(corpus, tmp_path, kill):
+    """Under torchrun: within 30 s of the failure, with a non-zero code and the rank's own error as the root cause."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(kill=kill))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script)]
+    command += [*flags(corpus, *SMOOTH), "--log-dir", str(tmp_path / "log"), *TP_DP]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    start = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode not in (0, 2)
+    root_cause = done.stderr.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause
+    assert ("SIGKILL" if kill else "RuntimeError: the third iteration of rank 1 went wrong") in root_cause
+    assert time.monotonic() - start < 90  # starting included: importing torch, meeting, three iterations
