@@ -9,6 +9,7 @@ promote (gemm_hopper_contract.py): Hopper's FP8 tensor cores keep few fraction b
 promotion is also what makes a tensorwise product accurate. Problem kinds: see gemm_hopper_problem.py.
 """
 
+# ruff: noqa: SIM300 - options are constants, but not the ones to compare with
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma

@@ -8,6 +8,7 @@ Two ways of keeping the tensor cores busy meanwhile, chosen by measurement (docs
 Accumulators are 64 x 64 pieces. Each loop returns them with the ring's next stage and phase.
 """
 
+# ruff: noqa: SIM300 - options are constants, but not the ones to compare with
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -5,6 +5,7 @@ Problem kinds: dense; grouped over M: A's rows are sorted by group, `ends[g]` is
 `[N, T]`, C `[G, M, N]` (wgrad). Group sizes are read on the device; they need not be multiples of a tile.
 """
 
+# ruff: noqa: SIM300 - options are constants, but not the ones to compare with
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma

@@ -54,15 +54,15 @@ class Problem:
         return 1 if self.ends is None else self.ends.numel()
 
     @property
-    def M(self) -> int:
+    def M(self) -> int:  # noqa: N802
         return self.a.shape[0]
 
     @property
-    def N(self) -> int:
+    def N(self) -> int:  # noqa: N802
         return self.b.shape[0] // self.groups if self.kind == GROUPED_M else self.b.shape[0]
 
     @property
-    def K(self) -> int:
+    def K(self) -> int:  # noqa: N802
         return self.a.shape[1]
 
 
@@ -81,11 +81,21 @@ class HopperConfig:
         return 3 - self.warpgroups
 
 
-def hopper_config(problem: Problem) -> HopperConfig:
-    """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md."""
+LARGE = HopperConfig(warpgroups=2, rows=128, stages=4)  # 256 x 128 tiles
+SMALL = HopperConfig(warpgroups=2, rows=64, stages=3)  # 128 x 128 tiles
+
+
+def hopper_config(problem: Problem, programs: int = 132) -> HopperConfig:
+    """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md.
+
+    Large tiles read less and are faster where they fill the device. Wgrads of groups end too often to hide their
+    larger epilogue.
+    """
     if problem.fast:
-        return HopperConfig(2, 128, 4)
-    return HopperConfig(2, 64, 3)
+        return LARGE
+    tiles = triton.cdiv(problem.M, 256) * triton.cdiv(problem.N, BLOCK)
+    short = problem.kind == GROUPED_M and problem.M <= 128 * problem.groups
+    return SMALL if problem.kind == GROUPED_K or short or tiles < programs else LARGE
 
 
 @cache
@@ -105,10 +115,12 @@ def launch(problem: Problem, backend: str | None = None) -> None:
         return
     if problem.K == 0:
         if not problem.accumulate:
-            problem.out.copy_(problem.bias.expand_as(problem.out) if problem.bias is not None else torch.zeros(()))
+            problem.out.zero_()
+        if problem.bias is not None:
+            problem.out += problem.bias
         return
     if problem.kind == GROUPED_K and problem.padding % 16:  # TMA wants groups to begin at a multiple of 16 bytes
-        a, b = (gemm_regroup.regroup(x, problem.ends, problem.padding, 16) for x in (problem.a, problem.b))
+        a, b = (gemm_regroup.regroup(aligned(x), problem.ends, problem.padding, 16) for x in (problem.a, problem.b))
         problem = replace(problem, a=a, b=b, padding=16)
     index = problem.a.get_device() if problem.a.is_cuda else None
     if backend is None:
@@ -117,7 +129,7 @@ def launch(problem: Problem, backend: str | None = None) -> None:
 
 
 def _launch_gluon(p: Problem, index: int | None) -> None:
-    config = hopper_config(p)
+    config = hopper_config(p, multiprocessors(index))
     BM = config.warpgroups * config.rows
     scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
@@ -142,7 +154,7 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
 
 
 def _launch_tl(p: Problem, index: int | None) -> None:
-    BM, BN = 128, 128
+    BM, BN = 128, 64 if p.kind == GROUPED_K else 128  # the masked last block of a group spills at 128
     scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
     a_desc = TensorDescriptor.from_tensor(aligned(p.a), [BM, BLOCK])

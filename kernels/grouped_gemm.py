@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gemm import blocks, check_operands, check_scales, output
 from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, TENSORWISE
-from .gemm_launch import BLOCK, Problem, launch
+from .gemm_launch import Problem, launch
 
 
 def grouped_gemm_tensorwise(
@@ -71,9 +71,8 @@ def grouped_wgrad_1d1d(
     """
     _check_wgrad(a, b, ends, padding)
     for name, operand, scale in (("scale_inv_a", a, scale_inv_a), ("scale_inv_b", b, scale_inv_b)):
-        least = a.shape[1] // BLOCK
         if scale.dim() != 2 or scale.shape[0] != operand.shape[0] or scale.dtype != torch.float32:
-            raise ValueError(f"{name} must be FP32 [{operand.shape[0]}, >= {least}], not {scale.dtype} {scale.shape}")
+            raise ValueError(f"{name} must be FP32 [{operand.shape[0]}, tiles], not {scale.dtype} {tuple(scale.shape)}")
     return _over_k(BLOCK_1D1D, a, b, scale_inv_a, scale_inv_b, ends, out, out_dtype, accumulate, False, padding,
                    backend)  # fmt: skip
 

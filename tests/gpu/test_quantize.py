@@ -27,7 +27,7 @@ pytestmark = needs_device
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.safetensors"))
 SHAPES = [(256, 384), (128, 1024)] if not INTERPRETING else [(128, 256)]
 RAGGED = [(1, 1), (7, 40), (129, 272), (300, 303), (4, 712)] if not INTERPRETING else [(7, 40), (130, 67)]
-ORIENTATIONS = [(True, False), (False, True), (True, True)]
+ORIENTATIONS = [(True, False), (True, True)] if INTERPRETING else [(True, False), (False, True), (True, True)]
 
 
 def check(x, spec, rowwise=True, colwise=True, what="", **kwargs):
@@ -42,6 +42,7 @@ def test_golden_vectors(file):
     x = vectors["input"].to(DEVICE)
     formats = {"e4m3": SPECS["tensorwise"].format, "e5m2": SPECS["tensorwise_e5m2"].format}
     checked = 0
+    quantized = {}
     for key, want in vectors.items():
         if key == "input":
             continue
@@ -50,7 +51,9 @@ def test_golden_vectors(file):
         tile = Tile("tensor") if recipe == "tensorwise" else Tile(words[-1], 32 if recipe == "mxfp8" else 128)
         scale = Scale.E8M0 if recipe == "mxfp8" else Scale(words[1])
         spec = OperandSpec(E4M3 if recipe == "mxfp8" else formats[words[0]], tile, scale)
-        row, col = kernels.quantize(x, spec, True, True)
+        if name not in quantized:
+            quantized[name] = kernels.quantize(x, spec, True, True)
+        row, col = quantized[name]
         stored = col if orientation == ["colwise"] else row
         got = stored[0] if part == "data" else stored[1]
         assert torch.equal(raw(got.cpu()), raw(want)), key
@@ -83,7 +86,7 @@ def test_dtypes(dtype):
 @pytest.mark.parametrize("name", ["blockwise", "blockwise_fp32", "mxfp8", "blockwise_2d", "mxfp8_2d", "tensorwise"])
 def test_strided_inputs_give_what_their_contiguous_copies_give(name):
     """CASES 41."""
-    base = normal(160, 192).to(DEVICE)
+    base = normal(*((160, 192) if not INTERPRETING else (96, 128))).to(DEVICE)
     before = base.clone()
     views = {
         "transposed": base.t(),
@@ -92,10 +95,10 @@ def test_strided_inputs_give_what_their_contiguous_copies_give(name):
         "offset": base[3:, 5:],
         "expanded": base[:1].expand(130, -1),
         "expanded column": base[:, :1].expand(-1, 130),
-        "transposed part": base[:130, 7:].t(),
+        "transposed part": base[:90, 7:].t(),
     }
     for what, x in views.items():
-        for rowwise, colwise in ORIENTATIONS:
+        for rowwise, colwise in ((True, False), (False, True)):
             got = kernels.quantize(x, SPECS[name], rowwise, colwise)
             want = expected(x.contiguous(), SPECS[name], rowwise, colwise)
             assert_same(got[0], want[0], f"{what} rowwise")
@@ -151,7 +154,7 @@ def test_power_of_two_scales_round_down(name):
 def test_scale_boundaries_of_every_significand():
     """Powers of two are made from bits: every amax around 1.75 * 2^k and 2^k, and 100 000 random ones."""
     edges = torch.tensor([1.0, 1.75], dtype=torch.float32).view(torch.int32)[:, None] + torch.arange(-3, 4)
-    random = torch.randint(1, 0x7F800000, (100_000 if not INTERPRETING else 1000,), dtype=torch.int32)
+    random = torch.randint(1, 0x7F800000, (100_000 if not INTERPRETING else 500,), dtype=torch.int32)
     exponents = torch.arange(-126, 127, 9, dtype=torch.int32)[:, None] << 23
     bits = torch.cat([(edges.flatten() + exponents).flatten(), random, torch.arange(1, 9), torch.tensor([0x7F7FFFFF])])
     x = bits.to(torch.int32).view(torch.float32)[:, None]

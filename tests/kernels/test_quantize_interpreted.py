@@ -1,0 +1,28 @@
+"""The quantization kernels' byte tests in Triton's interpreter, for machines without a GPU.
+
+A kernel is interpreted or compiled from the moment its module is imported: these tests run in a process of their own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+FILES = ["test_quantize.py", "test_quantize_derive.py", "test_quantize_fused.py"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same tests compiled")
+@pytest.mark.parametrize("file", FILES)
+def test_bytes_in_the_interpreter(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", f"tests/gpu/{file}"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed
+    assert int(passed.group(1)) > 30, result.stdout[-500:]
