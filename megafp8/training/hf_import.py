@@ -62,15 +62,13 @@ def import_hf(directory: Path, save: Path, options: ImportOptions) -> list[str]:
     family = family_of(hf)
     args = family.to_args(hf)
     with open_source(directory, family, hf) as source, published(save, "--save") as partial:
-        if args["num_layers"] > len(source.tensors):
-            raise ValueError(f"{hf.where}: {args['num_layers']} layers, but {len(source.tensors)} tensors")
         copy_companions(directory, partial / KEPT)
         write_json(partial / KEPT / CONFIG, hf.content)
         options = _with_copied_tokenizer(options, partial / KEPT)
         args = family.present(args, source.tensors) | {"bf16": _is_bf16(options, hf, source)}
         if source.fp8 is not None and args["bf16"]:  # a model stored in FP8 is run in FP8
             args |= FP8_ARGS
-        model = _Model(family, args, hf.integer("vocab_size"), options)
+        model = _Model(family, args, hf.integer("vocab_size"), options, len(source.tensors))
         check_sources(model.plan, _shapes(source, family, model.config), str(directory), ignored=family.ignored)
         kept = _kept_in_bf16(model, source)
         incoming = Incoming(model.plan, model.config.model, model.dtypes, source.read)
@@ -87,7 +85,8 @@ def import_llama2c(file: Path, save: Path, options: ImportOptions) -> list[str]:
     args = family.to_args(hf) | {"bf16": options.dtype == "bf16"}
     with published(save, "--save") as partial:
         (partial / KEPT).mkdir()
-        model = _Model(family, args, hf.integer("vocab_size"), _with_copied_tokenizer(options, partial / KEPT))
+        options = _with_copied_tokenizer(options, partial / KEPT)
+        model = _Model(family, args, hf.integer("vocab_size"), options, len(source.shapes))
         check_sources(model.plan, source.shapes, str(file))
         incoming = Incoming(model.plan, model.config.model, model.dtypes, source.read)
         _write(partial, save, model, incoming)
@@ -104,10 +103,11 @@ def _with_copied_tokenizer(options: ImportOptions, kept: Path) -> ImportOptions:
 class _Model:
     """The model that the files hold: its configuration, and what each of its parameters is made of.
 
-    args: fields of the configuration; identity: of the tokenizer, None without one, when texts are numbers.
+    args: fields of the configuration. available: number of tensors in the files; a config.json that claims more layers
+    or experts is refused before they are built. identity: of the tokenizer, None without one, when texts are numbers.
     """
 
-    def __init__(self, family: Family, args: Mapping[str, Any], vocab: int, options: ImportOptions):
+    def __init__(self, family: Family, args: Mapping[str, Any], vocab: int, options: ImportOptions, available: int):
         self.tokenizer = dict(options.tokenizer)
         self.args = {**args, **(self.tokenizer | {"vocab_size": vocab} if self.tokenizer else {})}
         values = {**self.args, "seq_length": options.seq_length or min(args["max_position_embeddings"], LONGEST)}
@@ -118,6 +118,10 @@ class _Model:
         else:
             config, self.identity = model_of({**values, "vocab_size": max(vocab - 1, 1)}), None
         self.config = with_vocab_size(config, vocab)
+        m = self.config.model
+        claimed = m.num_layers + sum(m.moe_layers) * (m.num_experts or 0) + (m.mtp_num_layers or 0)
+        if claimed > available:
+            raise ValueError(f"config.json: {claimed} layers and experts, but only {available} tensors in the files")
         tensors = model_tensors(self.config)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.plan = make_plan(family.rules, shapes, self.config.model)

@@ -22,12 +22,10 @@ LLAMA = {**COMMON, "num_key_value_heads": 2}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 12}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
-DEEPSEEK = {
-    **COMMON,
-    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 10},
-    **{"qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 9, "moe_intermediate_size": 20},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
-}
+DEEPSEEK = {**COMMON, "num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+DEEPSEEK |= {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 9}
+DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+DEEPSEEK |= {"moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}

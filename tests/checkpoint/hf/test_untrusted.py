@@ -123,7 +123,7 @@ def test_pickles_are_not_read(model):
         ({"hidden_size": "32"}, "'hidden_size'"),
         ({"hidden_size": True}, "'hidden_size'"),
         ({"hidden_size": 32.5}, "'hidden_size'"),
-        ({"num_hidden_layers": 10_000}, "10000 layers, but"),
+        ({"num_hidden_layers": 10_000}, "10000 layers and experts, but"),
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers'"),
         ({"num_hidden_layers": 3}, "lacks 'model.layers.2"),
         ({"num_hidden_layers": 1}, "holds 'model.layers.1"),
@@ -146,6 +146,13 @@ def test_pickles_are_not_read(model):
 def test_a_configuration_that_is_not_of_the_model(model, changes, text):
     edit_config(model, **changes)
     refused(model, text)
+
+
+@pytest.mark.parametrize("changes", [{"num_local_experts": 100_000}, {"num_local_experts": 5}])
+def test_absurd_numbers_of_experts(tmp_path, changes):
+    model = make(BY_NAME["mixtral"], tmp_path / "in" / "hf")
+    edit_config(model, **changes)
+    refused(model, "layers and experts, but|lacks 'model.layers.0.block_sparse_moe.experts.4")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "\udcff", "{" * 100_000])
