@@ -21,7 +21,7 @@ from megafp8.checkpoint.hf import Family, family_for, family_of
 from megafp8.checkpoint.hf.block_fp8 import BLOCK, BlockFP8
 from megafp8.checkpoint.hf.companions import copy_companions, export_tokenizer, write_generation_config
 from megafp8.checkpoint.hf.family import differences, model_of
-from megafp8.checkpoint.hf.rules import Entry, make_plan
+from megafp8.checkpoint.hf.rules import make_plan
 from megafp8.checkpoint.hf.source import CONFIG, read_config
 from megafp8.checkpoint.hf.stored import open_checkpoint
 from megafp8.checkpoint.hf.streams import PREFIX, Outgoing, Quantize
@@ -33,7 +33,6 @@ from megafp8.fp8 import get_recipe, policy
 from megafp8.fp8.recipe import Recipe
 from megafp8.training.hf_import import model_tensors
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -72,17 +71,13 @@ def export_hf(found: Found, target: Path, options: ExportOptions) -> list[str]:
     return notes + (fp8.notes(outgoing) if fp8 else [])
 
 
-def plan_of(family: Family, config: Config) -> list[Entry]:
-    """What each tensor of a run's model is made of in the family's files."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model_tensors(config).items()}
-    return make_plan(family.rules, shapes, config.model)
-
-
 @contextmanager
 def _outgoing(
     found: Found, family: Family, config: Config, options: ExportOptions, fp8: BlockExport | None
 ) -> Iterator[Outgoing]:
-    plan = plan_of(family, config)
+    bf16 = config.train.bf16 if options.dtype == "auto" else options.dtype == "bf16"
+    tensors = model_tensors(config.replace(bf16=bf16))
+    plan = make_plan(family.rules, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.model)
     quantize = fp8.quantizer_of if fp8 else lambda name: None
     with open_checkpoint(found) as stored:
         wanted = {PREFIX + entry.name: entry.shape for entry in plan}
@@ -90,7 +85,8 @@ def _outgoing(
         if wanted != saved:
             name = min(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
             raise ValueError(f"{found.directory}: '{name}' is not as the checkpoint's own arguments make it")
-        yield Outgoing(plan, config.model, stored, dtype=DTYPES.get(options.dtype), quantize=quantize)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        yield Outgoing(plan, config.model, stored, dtypes, quantize)
 
 
 def _describe(family: Family, config: Config, original: Values | None, names: Collection[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megafp8.checkpoint.hf.source import CONFIG, Source, open_source, read_confi
 from megafp8.checkpoint.hf.streams import PREFIX, Incoming
 from megafp8.checkpoint.hf.values import Values
 from megafp8.checkpoint.hf.write import meta, published, write_checkpoint, write_json
-from megafp8.config import Config, with_vocab_size
+from megafp8.config import Config, ParallelConfig, with_vocab_size
 from megafp8.core.gpt import build_model
 from megafp8.data import build_tokenizer
 from megafp8.fp8 import policy
@@ -138,9 +138,9 @@ class _Model:
 def model_tensors(config: Config) -> dict[str, torch.Tensor]:
     """Global name -> dtype and logical global shape (on "meta") of all that a checkpoint keeps of a model.
 
-    Those are its parameters and the experts' biases.
+    Those are its parameters and the experts' biases, whatever layout the run had.
     """
-    model = build_model(config, ParallelContext(), "meta")
+    model = build_model(replace(config, parallel=ParallelConfig()), ParallelContext(), "meta")
     found = {spec.name: meta(spec.shape, param.dtype) for spec, param in named_specs(model)}
     return found | {name.removeprefix(PREFIX): item.tensor for name, item in model.state().items()}
 

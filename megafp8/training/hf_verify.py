@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megafp8.checkpoint import Found, load_checkpoint
 from megafp8.checkpoint.hf.streams import PREFIX
-from megafp8.config import Config
+from megafp8.config import Config, ParallelConfig
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.optimizer import ModelWeights
 from megafp8.parallel import ParallelContext
@@ -49,6 +50,7 @@ def _theirs(directory: Path):
 def _ours(found: Found) -> GPTModel:
     """The model in FP32, whatever it was trained in: the conversion is what is compared."""
     config = Config.from_dict(found.metadata["args"]).replace(bf16=False, fp8_format=None, keep_modules_in_bf16=())
+    config = replace(config, parallel=ParallelConfig())
     model = build_model(config, ParallelContext(), "cpu")
     weights = ModelWeights(named_specs(model))
     biases = {PREFIX + name.removeprefix(PREFIX): item for name, item in model.state().items()}

@@ -50,7 +50,7 @@ class Incoming:
 class Outgoing:
     """Their tensors, cut from those of an open checkpoint.
 
-    dtype: of the high-precision ones, None for as stored.
+    dtypes: our name -> dtype of the parts, unless quantized.
     quantize: our name -> how its weight becomes FP8, None for a weight that stays.
     tensors: their name -> dtype and shape, scales included. kept: modules that stay in high precision. requantized:
         weights, so far, whose blocks are not tiles of ours, so that they were quantized on their own.
@@ -61,11 +61,10 @@ class Outgoing:
         plan: Iterable[Entry],
         model: ModelConfig,
         stored: StoredCheckpoint,
-        *,
-        dtype: torch.dtype | None = None,
+        dtypes: Mapping[str, torch.dtype],
         quantize: Callable[[str], Quantize | None] = lambda name: None,
     ):
-        self._model, self._stored, self._dtype, self._quantize = model, stored, dtype, quantize
+        self._model, self._stored, self._dtypes, self._quantize = model, stored, dtypes, quantize
         self._made: tuple[str, dict[str, Tensor]] = ("", {})
         self._maker: dict[str, Entry] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -79,10 +78,9 @@ class Outgoing:
     def _describe(self, entry: Entry) -> dict[str, Tensor]:
         parts = zip(entry.parts, entry.shapes, strict=True)
         if self._quantize(entry.name) is None:
-            dtype = self._dtype or self._stored.records[PREFIX + entry.name].dtype
             if entry.name.endswith(WEIGHT) and len(entry.shapes[0]) == 2 and "embed" not in entry.name:
                 self.kept += [part.removesuffix(WEIGHT) for part in entry.parts]
-            return {name: meta(shape, dtype) for name, shape in parts}
+            return {name: meta(shape, self._dtypes[entry.name]) for name, shape in parts}
         found = {}
         for name, shape in parts:
             found[name] = meta(shape, torch.float8_e4m3fn)
