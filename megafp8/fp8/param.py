@@ -8,6 +8,8 @@ steps are announced by a hook. Only a write through `param.data` escapes all of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -65,10 +67,15 @@ class Weight:
             self._key = key
 
     def amax(self, scale: Tensor | None = None) -> Tensor:
-        """The whole weight's amax (tensor tiles), over all ranks that share it, once a version."""
+        """The weight's amax (tensor tiles), once a version.
+
+        Of all ranks that share the weight, unless a history gives the `scale`: that reduces its amaxes itself.
+        """
         self._refresh(scale)
         if self._amax is None:
-            self._amax = self.shared.max_(self.recipe.quantizer("weight").amax(self.param))
+            self._amax = self.recipe.quantizer("weight").amax(self.param)
+            if scale is None:
+                self.shared.max_(self._amax)
         return self._amax
 
     def operand(self, gemm_name: str, scale: Tensor | None = None) -> QuantizedStorage:
@@ -113,3 +120,20 @@ def _publish_after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: d
 
 
 register_optimizer_step_post_hook(_publish_after_step)
+
+
+@torch.no_grad()
+def share_amaxes(weights: Iterable[Weight]) -> None:
+    """Takes the amaxes of all weights that have one scale over several ranks, in one max all-reduce.
+
+    Call it after `publish()`, on all those ranks; without it each weight's is reduced when it is first asked for.
+    """
+    shared = [w for w in weights if w.shared.size > 1 and w.recipe is not None and not w.recipe.uses_history]
+    shared = [w for w in shared if w.recipe.quantizer("weight").spec.tile.kind == "tensor"]
+    if not shared:
+        return
+    packed = torch.cat([w.recipe.quantizer("weight").amax(w.param) for w in shared])
+    shared[0].shared.max_(packed)
+    for weight, amax in zip(shared, packed.split(1), strict=True):
+        weight._refresh(None)
+        weight._amax = amax

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from megafp8.fp8.param import Weight, share_amaxes
 from megafp8.params import ParamSpec, StateItem, unpadded
 
 PREFIX = "model/"
@@ -41,6 +42,7 @@ class ModelWeights:
                 owners.append(owner)
         for owner in owners:
             owner.publish()
+        share_amaxes(owner for owner in owners if isinstance(owner, Weight))
 
     def high_precision(self, name: str) -> Tensor:
         """The parameter's value in its compute dtype and local shape, not to be written to."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from megafp8.fp8 import DelayedScaling, Linear, gemm
 from megafp8.fp8.comm import CommPlan
 from megafp8.params import named_specs
-from tests.distributed.layouts import LLAMA, Layout, assemble, distance, run_layout
+from tests.distributed.layouts import LLAMA, Layout, assemble, distance, run_layout, train
+from tests.distributed.recorder import record
 
 # 48 tokens a rank: 1 x 128 tiles of columns lie across ranks.
 MODEL = LLAMA | {
@@ -177,3 +178,22 @@ def test_delayed_histories_are_shared(pool, layout):
     assert first.keys() == expected.keys()
     for name, tensor in expected.items():
         assert distance(first[name], tensor) <= (1e-3 if "weight" in name else 0.1), name
+
+
+def small_maxima(model: dict, layout: Layout, steps: int) -> list[int]:
+    """Numbers of elements of the max all-reduces of `steps` steps, in order."""
+    with record() as log:
+        train(model, layout, steps)
+    return [m.shape[0] for m in log.messages if m.kind == "max" and m.dtype == torch.float32]
+
+
+def test_amaxes_of_weights_travel_together(pool):
+    """After a step, those of all eight weights in one message; with a history, all amaxes in one message a step."""
+    first, both = (pool.run_on(2, small_maxima, MODEL | RECIPES["tensorwise"], SP, steps)[0] for steps in (1, 2))
+    assert first.count(8) == 1
+    assert both.count(8) == 2
+    assert len(both) - len(first) == len(first) - 8  # in the first step each weight was asked for alone
+    delayed = pool.run_on(2, small_maxima, MODEL | RECIPES["delayed"] | {"micro_batch_size": 4}, Layout(tp=2), 2)[0]
+    softmax = MODEL["seq_length"] * 4
+    after_first = delayed[delayed.index(24) + 1 :]
+    assert [n for n in after_first if n != softmax] == [24]
