@@ -17,7 +17,6 @@ ACCEPTED = (
     *accepted("masks are never materialized", "--no-create-attention-mask-in-dataloader"),
     *accepted(
         "fusion is chosen here, with the same numbers",
-        "--no-bias-gelu-fusion",
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",

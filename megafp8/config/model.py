@@ -79,6 +79,12 @@ class ModelConfig:
     norm_epsilon: float = flag(1e-5, "Added to the variance inside the normalization.")
     apply_layernorm_1p: bool = flag(False, "Store norm weights minus one, so that weight decay pulls them to one.")
     swiglu: bool = flag(False, "Gated MLP: SiLU(a) * b, two input projections in fc1.")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "GELU in its exact form, by the error function, also where linears have biases: there Megatron-LM's fused one "
+        "is the tanh form (GPT-2's).",
+        spelling="--no-bias-gelu-fusion",
+    )
     squared_relu: bool = flag(False, "Squared ReLU as the MLP's activation.")
     untie_embeddings_and_output_weights: bool = flag(False, "Give the LM head a weight of its own.")
     add_bias_linear: bool = flag(True, "Leave out the biases of all linear layers.", spelling="--disable-bias-linear")

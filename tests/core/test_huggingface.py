@@ -59,7 +59,7 @@ def llama_mapping(m, value):
     return mapped
 
 
-def gpt2(m):
+def gpt2(m, **options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -74,6 +74,7 @@ def gpt2(m):
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         initializer_range=0.2,
+        **options,
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -149,7 +150,13 @@ def test_llama(heads, groups, channels, untied):
 
 
 def test_gpt2():
+    """Its GELU is the tanh form."""
     check(make_model(GPT2), randomize_(gpt2(GPT2)), gpt2_mapping, GPT2)
+
+
+def test_gpt2_with_exact_gelu():
+    m = replace(GPT2, bias_gelu_fusion=False)
+    check(make_model(m), randomize_(gpt2(m, activation_function="gelu")), gpt2_mapping, m)
 
 
 @pytest.mark.parametrize("fault", ["all q, k, v", "gate and up swapped", "interleaved rotation"])

@@ -64,6 +64,11 @@ IDLE = (
         lambda c: c.model.num_experts is not None and not c.model.moe_router_enable_expert_bias,
         "without --moe-router-enable-expert-bias",
     ),
+    Idle(
+        ("bias_gelu_fusion",),
+        lambda c: c.model.swiglu or c.model.squared_relu or not c.model.add_bias_linear,
+        "GELU without biases is exact already, and other activations are no GELU",
+    ),
     Idle(("mtp_loss_scaling_factor",), lambda c: not c.model.mtp_num_layers, "without --mtp-num-layers"),
     Idle(("rope_scaling_factor",), lambda c: not c.model.use_rope_scaling, "without --use-rope-scaling"),
     Idle(

@@ -84,9 +84,10 @@ class _Apply(torch.autograd.Function):
 
 
 def activation_of(model: ModelConfig) -> Activation:
-    """The activation that the flags ask for. GELU as Megatron-LM: the tanh form beside biases, exact without."""
+    """The activation that the flags ask for. GELU as Megatron-LM: the tanh form where its fused kernel would add the
+    bias of a linear, exact elsewhere."""
     if model.swiglu:
         return Activation(swiglu, gated=True)
     if model.squared_relu:
         return Activation(squared_relu)
-    return Activation(gelu_tanh if model.add_bias_linear else gelu)
+    return Activation(gelu_tanh if model.add_bias_linear and model.bias_gelu_fusion else gelu)

@@ -1,11 +1,13 @@
 """The MLP's activations against FP64, values within one BF16 ulp, gradients, and what they keep."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megafp8.core.transformer.activation import Activation, gelu, gelu_tanh, squared_relu, swiglu
+from megafp8.core.transformer.activation import Activation, activation_of, gelu, gelu_tanh, squared_relu, swiglu
+from tests.core.helpers import GPT2, LLAMA
 from tests.core.transformer.test_norm import ulp
 
 
@@ -63,3 +65,40 @@ def test_non_finite_values_pass_through(name):
     y = activation(x)
     assert y[0, 1].isnan()
     assert y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_weighted_rows(name):
+    """Each row times its weight, rounded once; the weight's gradient too; fc1's output and the weights are kept."""
+    activation, naive = NAIVE[name]
+    x, weights = torch.randn(7, 96).bfloat16().requires_grad_(), torch.randn(7).requires_grad_()
+    exact, exact_weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = activation(x, weights)
+    assert {t.data_ptr() for t in saved} == {x.data_ptr(), weights.data_ptr()}
+    assert torch.equal(y, activation.compute(x, weights))
+    expected = naive(exact) * exact_weights[:, None]
+    assert ((y.double() - expected).abs() <= ulp(expected.bfloat16()) + 1e-6).all()
+    grad = torch.randn(y.shape).bfloat16()
+    y.backward(grad)
+    expected.backward(grad.double())
+    torch.testing.assert_close(weights.grad.double(), exact_weights.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "formula"),
+    [
+        ({}, gelu_tanh),
+        ({"bias_gelu_fusion": False}, gelu),
+        ({"add_bias_linear": False}, gelu),
+        ({"squared_relu": True}, squared_relu),
+        ({"swiglu": True, "bias_gelu_fusion": False}, swiglu),
+    ],
+)
+def test_choice(changes, formula):
+    """Megatron-LM's: the fused GELU of a biased linear is the tanh form, all others are exact."""
+    assert activation_of(replace(GPT2, **changes)).formula is formula
+    assert activation_of(replace(GPT2, **changes)).gated == (formula is swiglu)
+    assert activation_of(LLAMA).formula is swiglu

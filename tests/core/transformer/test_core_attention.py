@@ -16,11 +16,12 @@ def qkv(tokens, heads, groups, d=8, dtype=torch.float32):
     return [torch.randn(tokens, n, d, generator=generator).to(dtype).requires_grad_() for n in (heads, groups, groups)]
 
 
-def dense(q, k, v, documents):
-    """documents: [T], equal numbers see each other (causally, in the order of tokens)."""
+def dense(q, k, v, documents, window=None):
+    """documents: [T], equal numbers see each other (causally, in the order of tokens; `window` tokens back)."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     tokens, heads, d = q.shape
     mask = (documents[:, None] == documents[None]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    mask = mask if window is None else mask.triu(-window)
     outs = []
     for h in range(heads):
         g = h // (heads // k.shape[1])
@@ -29,17 +30,18 @@ def dense(q, k, v, documents):
     return torch.cat(outs, 1), (q, k, v)
 
 
+@pytest.mark.parametrize("window", [None, 0, 3, 11])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("bounds", [None, [0, 24], [0, 1, 5, 5, 12, 24], [0, 0, 12, 23, 24]])
-def test_equals_dense(bounds, heads, groups):
+def test_equals_dense(bounds, heads, groups, window):
     inputs = qkv(24, heads, groups)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     sequences = (
         Sequences(2, 12, cu_seqlens=cu_seqlens) if bounds != [0, 24] else Sequences(1, 24, cu_seqlens=cu_seqlens)
     )
     documents = torch.bucketize(torch.arange(24), torch.tensor(bounds or [0, 12, 24]), right=True)
-    out = CoreAttention("layers.0.attention.core")(*inputs, sequences, STEP)
-    expected, exact = dense(*inputs, documents)
+    out = CoreAttention("layers.0.attention.core", window=window)(*inputs, sequences, STEP)
+    expected, exact = dense(*inputs, documents, window)
     assert out.shape == (24, heads * 8)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
     grad = torch.randn(24, heads * 8)

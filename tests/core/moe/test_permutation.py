@@ -1,0 +1,64 @@
+"""Tokens to experts and back (CASES 56)."""
+
+import pytest
+import torch
+
+from megafp8.core.moe.permutation import Permutation, combine, permute, permute_weights
+
+TOKENS, TOPK, EXPERTS, WIDTH = 37, 8, 16, 24
+
+
+def experts(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(TOKENS)])
+
+
+def test_rows_are_by_expert_then_by_token():
+    where = experts()
+    order = Permutation.of(where, EXPERTS)
+    rows = [(int(where.flatten()[c]), int(c) // TOPK) for c in order.choices]
+    assert rows == sorted(rows)
+    assert order.counts.tolist() == torch.bincount(where.flatten(), minlength=EXPERTS).tolist()
+    assert torch.equal(order.choices[order.rows].view(-1), torch.arange(TOKENS * TOPK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_gradients(dtype):
+    """Against FP32 index_add: sums of top-8 copies round once, in values and in both gradients."""
+    order = Permutation.of(experts(), EXPERTS)
+    x = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
+    rows = permute(x, order)
+    assert torch.equal(rows, x[order.tokens])
+    grad = torch.randn(TOKENS * TOPK, WIDTH).to(dtype)
+    rows.backward(grad)
+    expected = torch.zeros(TOKENS, WIDTH, dtype=torch.float64).index_add(0, order.tokens, grad.double())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(x.grad.double(), expected, rtol=eps, atol=1e-6)
+
+    y = torch.randn(TOKENS * TOPK, WIDTH).to(dtype).requires_grad_()
+    out = combine(y, order)
+    assert out.dtype == dtype
+    expected = torch.zeros(TOKENS, WIDTH, dtype=torch.float64).index_add(0, order.tokens, y.detach().double())
+    torch.testing.assert_close(out.double(), expected, rtol=eps, atol=1e-6)
+    grad = torch.randn(TOKENS, WIDTH).to(dtype)
+    out.backward(grad)
+    assert torch.equal(y.grad, grad[order.tokens])
+
+
+def test_weights_follow_their_rows():
+    order = Permutation.of(experts(), EXPERTS)
+    weights = torch.randn(TOKENS, TOPK, requires_grad=True)
+    rows = permute_weights(weights, order)
+    assert torch.equal(rows, weights.flatten()[order.choices])
+    rows.backward(rows.detach())
+    assert torch.equal(weights.grad, weights)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens):
+    order = Permutation.of(torch.zeros(tokens, 1, dtype=torch.int64), EXPERTS)
+    x = torch.randn(tokens, WIDTH, requires_grad=True)
+    out = combine(permute(x, order), order)
+    assert torch.equal(out, x)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.ones(tokens, WIDTH))
