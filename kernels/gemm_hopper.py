@@ -2,7 +2,7 @@
 
     C[M, N] (+)= sum over 128-wide blocks k of (A_k @ B_k^T) * scale_inv_a * scale_inv_b
 
-A CTA is one producer warp and one or two consumer warpgroups, and walks over tiles of C. The producer fills a ring of
+A CTA is one producer warp and two consumer warpgroups, and walks over tiles of C. The producer fills a ring of
 shared-memory stages by TMA: A, B and the scales that go with them, so that consumers wait on one `mbarrier` a stage and
 never on global memory. It runs ahead into the next tile while consumers store the last one. Consumers multiply and
 promote (gemm_hopper_contract.py): Hopper's FP8 tensor cores keep few fraction bits while they accumulate, so that
@@ -190,34 +190,32 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
 @gluon.jit(do_not_specialize=["groups", "M", "K", "scale_a_ld", "scale_b_ld", "scale_b_k", "padding", "c_group"])
 def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K,
                 scale_a_ld, scale_b_ld, scale_b_k, padding, c_ld, c_group,
-                WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
+                ROWS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
                 KIND: gl.constexpr, SCALING: gl.constexpr, FAST: gl.constexpr, HAS_BIAS: gl.constexpr,
-                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
-    """Persistent: launched with num_warps=4 on as many CTAs as fit. REGISTERS is a consumer thread's."""
-    o: gl.constexpr = Options(WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)
+                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr):  # fmt: skip
+    """Persistent, one CTA a multiprocessor. Launched with num_warps=4 (one consumer warpgroup; Gluon adds the other and
+    the producer) and maxnreg=168, of which consumers get 240 registers a thread and the producer 24."""
+    o: gl.constexpr = Options(ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)
     SLOTS: gl.constexpr = STAGES * o.PER_STAGE
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [SLOTS, o.BM, BK], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], b_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, o.BM], flat)
     b_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, BN if SCALING == block_1d1d else 32], flat)
-    staging = gl.allocate_shared_memory(gl.bfloat16, [WARPGROUPS, HALF if TMA_STORE else 8, HALF], c_desc.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [2, HALF if TMA_STORE else 8, HALF], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     # `to_tensor`: an argument that equals 1 arrives as a constant.
     op = Operands(a_desc, b_desc, scale_a_desc, scale_b_desc, ends, groups, M, gl.to_tensor(N), K, scale_a_ld,
                   scale_b_ld, scale_b_k, padding)  # fmt: skip
     out = Output(c_desc, c, bias, scale_a, scale_b, gl.to_tensor(c_ld), c_group)
     ring = Ring(a_smem, b_smem, a_scales, b_scales, full, empty)
-    if WARPGROUPS == 1:
-        gl.warp_specialize([(_consume, (op, out, ring, staging, 0, o)), (_produce, (op, ring, o))], [1], [24])
-    else:
-        gl.warp_specialize([
-            (_consume, (op, out, ring, staging, 0, o)),
-            (_consume, (op, out, ring, staging, 1, o)),
-            (_produce, (op, ring, o)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (op, out, ring, staging, 0, o)),
+        (_consume, (op, out, ring, staging, 1, o)),
+        (_produce, (op, ring, o)),
+    ], [4, 1], [240, 24])  # fmt: skip

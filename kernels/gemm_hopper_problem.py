@@ -24,9 +24,8 @@ HALF = gl.constexpr(64)  # rows of one product of a warpgroup; accumulators are 
 
 @aggregate
 class Options:
-    """What is known at compile time. Each of WARPGROUPS consumers computes ROWS rows of a tile."""
+    """What is known at compile time. Each of the two consumer warpgroups computes ROWS rows of a tile."""
 
-    WARPGROUPS: gl.constexpr
     ROWS: gl.constexpr
     STAGES: gl.constexpr
     BAND: gl.constexpr  # tile rows that are walked together
@@ -40,8 +39,7 @@ class Options:
     PER_STAGE: gl.constexpr  # K blocks a stage
 
     @gluon.constexpr_function
-    def __init__(self, WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE):
-        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
+    def __init__(self, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE):
         self.ROWS = gl.constexpr(ROWS)
         self.STAGES = gl.constexpr(STAGES)
         self.BAND = gl.constexpr(BAND)
@@ -51,7 +49,7 @@ class Options:
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
         self.TMA_STORE = gl.constexpr(TMA_STORE)
-        self.BM = gl.constexpr(WARPGROUPS * ROWS)
+        self.BM = gl.constexpr(2 * ROWS)
         self.PER_STAGE = gl.constexpr(2 if ROWS == 64 else 1)
 
 

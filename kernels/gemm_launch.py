@@ -68,34 +68,29 @@ class Problem:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """warpgroups consumers of rows rows each, stages of the ring, tile rows a band (L2 reuse)."""
+    """Rows a consumer warpgroup (tiles are twice that), stages of the ring, tile rows a band (L2 reuse)."""
 
-    warpgroups: int
     rows: int
     stages: int
     band: int = 8
 
-    @property
-    def ctas(self) -> int:
-        """CTAs a multiprocessor: two of one consumer, or one of two."""
-        return 3 - self.warpgroups
 
-
-LARGE = HopperConfig(warpgroups=2, rows=128, stages=4)  # 256 x 128 tiles
-SMALL = HopperConfig(warpgroups=2, rows=64, stages=3)  # 128 x 128 tiles
+LARGE = HopperConfig(rows=128, stages=4)  # 256 x 128 tiles
+SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
 
 
 def hopper_config(problem: Problem, programs: int = 132) -> HopperConfig:
     """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md.
 
-    Large tiles read less and are faster where they fill the device. Wgrads of groups end too often to hide their
-    larger epilogue.
+    Large tiles read less and are faster where they fill the device. Wgrads of groups end too often to hide the larger
+    epilogue, and 1D1D without accumulation would spill.
     """
     if problem.fast:
         return LARGE
     tiles = triton.cdiv(problem.M, 256) * triton.cdiv(problem.N, BLOCK)
-    short = problem.kind == GROUPED_M and problem.M <= 128 * problem.groups
-    return SMALL if problem.kind == GROUPED_K or short or tiles < programs else LARGE
+    short = problem.kind == GROUPED_M and 128 * problem.groups >= problem.M
+    spills = problem.scaling == BLOCK_1D1D and not problem.accumulate
+    return SMALL if problem.kind == GROUPED_K or tiles < programs or short or spills else LARGE
 
 
 @cache
@@ -130,7 +125,7 @@ def launch(problem: Problem, backend: str | None = None) -> None:
 
 def _launch_gluon(p: Problem, index: int | None) -> None:
     config = hopper_config(p, multiprocessors(index))
-    BM = config.warpgroups * config.rows
+    BM = 2 * config.rows
     scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
     a_desc = GluonDescriptor.from_tensor(aligned(p.a), [BM, BLOCK], _OPERAND)
@@ -144,13 +139,13 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
     c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], _PIECE) if tma_store else a_desc
     sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
     constants = {
-        "WARPGROUPS": config.warpgroups, "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
+        "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
         "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
-        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "REGISTERS": 240,
+        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store,
     }  # fmt: skip
-    _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, config.ctas * multiprocessors(index)),
+    _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
-         {"num_warps": 4, "maxnreg": 128 if config.warpgroups == 1 else 168})  # fmt: skip
+         {"num_warps": 4, "maxnreg": 168})  # fmt: skip
 
 
 def _launch_tl(p: Problem, index: int | None) -> None:

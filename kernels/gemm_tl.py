@@ -127,10 +127,7 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
                 acc *= tl.load(scale_a + g) * tl.load(scale_b + g)
             if HAS_BIAS:
                 acc += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-            base = c
-            if KIND == GROUPED_K:
-                base += g.to(tl.int64) * c_group
-            ptrs = base + row.to(tl.int64)[:, None] * c_ld + column[None, :]
+            ptrs = c + row.to(tl.int64)[:, None] * c_ld + column[None, :]
             mask = row_mask[:, None] & column_mask[None, :]
             if ACCUMULATE:
                 acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
@@ -141,3 +138,4 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
         if KIND == GROUPED_K:
             first_block += tl.cdiv(depth, BK)
             k_start += tl.cdiv(depth, padding) * padding
+            c += c_group

@@ -1,0 +1,160 @@
+"""Every GEMM kernel and configuration, compiled without a GPU: tensor-core instructions, no spills, shared memory fits.
+
+Gluon kernels compile for Hopper only (wgmma), the plain Triton twin for Hopper and for Blackwell.
+"""
+
+import pytest
+import torch
+from megafp8.kernels import gemm_launch, gemm_regroup, testing
+from megafp8.kernels.gemm_hopper_problem import (
+    BLOCK_1D1D,
+    BLOCK_1D2D,
+    DENSE,
+    GROUPED_K,
+    GROUPED_M,
+    TENSORWISE,
+)
+from megafp8.kernels.gemm_launch import LARGE, SMALL, Problem
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+BLACKWELL = GPUTarget("cuda", 100, 32)
+GROUPS = 3
+
+
+def problem(kind: int, scaling: int, out_dtype=BF16, accumulate=False, fast=False, bias=False, a_dtype=E4M3,
+            size=512) -> Problem:  # fmt: skip
+    """An M = N = K problem on the CPU."""
+    groups = 1 if kind == DENSE else GROUPS
+    b_rows = size * groups if kind == GROUPED_M else size
+    a, b = torch.zeros(size, size, dtype=a_dtype), torch.zeros(b_rows, size, dtype=E4M3)
+    tiles = size // 128 + (groups if kind == GROUPED_K else 0)
+    scale_a = scale_b = torch.ones(groups)
+    if scaling != TENSORWISE:
+        scale_a = torch.ones(tiles, size).t()
+    if scaling == BLOCK_1D2D:
+        scale_b = torch.ones(*([groups] if groups > 1 else []), size // 128, tiles)
+    elif scaling == BLOCK_1D1D:
+        scale_b = torch.ones(tiles, size).t()
+    shape = (groups, size, size) if kind == GROUPED_K else (size, size)
+    return Problem(
+        kind=kind, scaling=scaling, a=a, b=b, scale_a=scale_a, scale_b=scale_b, accumulate=accumulate, fast=fast,
+        out=torch.zeros(shape, dtype=out_dtype), ends=None if kind == DENSE else torch.zeros(GROUPS, dtype=torch.int32),
+        bias=torch.zeros(size) if bias else None,
+    )  # fmt: skip
+
+
+def captured(launched: Problem, backend: str) -> testing.Launch:
+    with testing.captured_launches() as launches:
+        gemm_launch.launch(launched, backend)
+    return launches[-1]
+
+
+GLUON = {
+    "tensorwise": (LARGE, (DENSE, TENSORWISE)),
+    "tensorwise small": (SMALL, (DENSE, TENSORWISE)),
+    "tensorwise wgrad of E5M2": (LARGE, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
+    "tensorwise fast": (LARGE, (DENSE, TENSORWISE), {"fast": True}),
+    "1D2D": (LARGE, (DENSE, BLOCK_1D2D)),
+    "1D2D small": (SMALL, (DENSE, BLOCK_1D2D)),
+    "1D2D bias": (LARGE, (DENSE, BLOCK_1D2D), {"bias": True}),
+    "1D1D": (SMALL, (DENSE, BLOCK_1D1D, FP32)),
+    "1D1D accumulate": (LARGE, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D accumulate small": (SMALL, (DENSE, BLOCK_1D1D, FP32, True)),
+    "grouped tensorwise": (LARGE, (GROUPED_M, TENSORWISE)),
+    "grouped 1D2D": (LARGE, (GROUPED_M, BLOCK_1D2D)),
+    "grouped 1D2D small": (SMALL, (GROUPED_M, BLOCK_1D2D)),
+    "grouped wgrad": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32)),
+    "grouped wgrad accumulate": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32, True)),
+    "grouped wgrad tensorwise": (SMALL, (GROUPED_K, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
+    "grouped wgrad fast": (LARGE, (GROUPED_K, TENSORWISE, FP32, True), {"fast": True}),
+}
+
+
+@pytest.mark.parametrize("name", GLUON)
+def test_gluon_kernel_for_hopper(name, monkeypatch):
+    config, arguments, *options = GLUON[name]
+    monkeypatch.setattr(gemm_launch, "hopper_config", lambda problem, programs: config)
+    launch = captured(problem(*arguments, **(options[0] if options else {})), "gluon")
+    used = testing.resources(testing.compile_launch(launch))
+    products = sum(n for op, n in used.instructions.items() if op.startswith("QGMMA.64"))
+    assert products >= 16
+    assert used.spills == 0
+    assert used.shared <= testing.SHARED_MEMORY
+    # ptxas serializes products that it can't prove safe in flight: an arrive for each, not one for four
+    assert used.instructions["WARPGROUP.ARRIVE"] * 4 <= products
+    assert any(op.startswith("UTMALDG") for op in used.instructions)
+
+
+TL = {
+    "tensorwise": (DENSE, TENSORWISE),
+    "1D2D": (DENSE, BLOCK_1D2D),
+    "1D1D accumulate": (DENSE, BLOCK_1D1D, FP32, True),
+    "grouped 1D2D": (GROUPED_M, BLOCK_1D2D),
+    "grouped wgrad accumulate": (GROUPED_K, BLOCK_1D1D, FP32, True),
+    "grouped wgrad tensorwise": (GROUPED_K, TENSORWISE, FP32, True),
+}
+
+
+@pytest.mark.parametrize(("target", "product"), [(testing.HOPPER, "QGMMA"), (BLACKWELL, "UTCQMMA")],
+                         ids=["sm_90a", "sm_100a"])  # fmt: skip
+@pytest.mark.parametrize("arguments", TL.values(), ids=TL)
+def test_plain_triton_twin(arguments, target, product):
+    used = testing.resources(testing.compile_launch(captured(problem(*arguments), "tl"), target))
+    assert any(op.startswith(product) for op in used.instructions)
+    assert used.spills == 0
+    assert used.shared <= testing.SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("expected", "arguments", "options"),
+    [
+        (LARGE, (DENSE, BLOCK_1D2D), {"size": 4096}),
+        (LARGE, (DENSE, BLOCK_1D1D, FP32, True), {"size": 4096}),
+        (SMALL, (DENSE, BLOCK_1D1D, FP32), {"size": 4096}),
+        (SMALL, (DENSE, BLOCK_1D2D), {"size": 512}),
+        (LARGE, (DENSE, TENSORWISE), {"size": 512, "fast": True}),
+        (LARGE, (GROUPED_M, BLOCK_1D2D), {"size": 4096}),
+        (SMALL, (GROUPED_M, BLOCK_1D2D), {"size": 384}),
+        (SMALL, (GROUPED_K, BLOCK_1D1D, FP32, True), {"size": 4096}),
+    ],
+)
+def test_configuration_by_problem(expected, arguments, options):
+    assert gemm_launch.hopper_config(problem(*arguments, **options), 132) is expected
+
+
+def test_regroup_moves_whole_words():
+    with testing.captured_launches() as launches:
+        gemm_regroup.regroup(torch.zeros(64, 512, dtype=E4M3), torch.zeros(4, dtype=torch.int32), 1, 16)
+    used = testing.resources(testing.compile_launch(launches[0]))
+    assert used.spills == 0
+    assert used.instructions["LDG.E"]
+    assert not any(op.startswith(("LDG.E.U8", "STG.E.U8")) for op in used.instructions)
+
+
+def specialization(launch: testing.Launch) -> list:
+    """What Triton specializes a launch on: another value compiles another kernel."""
+    kernel = launch.kernel
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(testing.HOPPER))
+    return binder(*launch.args, **launch.kwargs, debug=False, instrumentation_mode="")[1]
+
+
+@pytest.mark.parametrize("backend", ["gluon", "tl"])
+@pytest.mark.parametrize("scaling", [TENSORWISE, BLOCK_1D2D, BLOCK_1D1D])
+def test_token_counts_do_not_recompile(scaling, backend):
+    """A new number of rows, or another K, must find the kernel compiled."""
+
+    def launched(rows: int, depth: int) -> list:
+        a, b = torch.zeros(rows, depth, dtype=E4M3), torch.zeros(16384, depth, dtype=E4M3)
+        tiles = -(-depth // 128)
+        scale_a = scale_b = torch.ones(1)
+        if scaling != TENSORWISE:
+            scale_a = torch.ones(tiles, -(-rows // 4) * 4)[:, :rows].t()
+            scale_b = torch.ones(128, tiles) if scaling == BLOCK_1D2D else torch.ones(tiles, 16384).t()
+        made = Problem(kind=DENSE, scaling=scaling, a=a, b=b, scale_a=scale_a, scale_b=scale_b,
+                       out=torch.zeros(rows, 16384, dtype=BF16))  # fmt: skip
+        return specialization(captured(made, backend))
+
+    assert launched(4096, 512) == launched(4099, 640) == launched(1000, 304)
