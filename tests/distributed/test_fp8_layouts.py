@@ -31,6 +31,7 @@ RECIPES = {
     "mxfp8": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
     "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4},
 }
+NEAR = RECIPES | {"bf16": {}}
 SP = Layout(tp=2, sp=True)
 
 _seen: dict[str, object] = {}
@@ -109,15 +110,15 @@ def test_weights_are_those_of_one_process_bitwise(pool, name):
 
 @pytest.fixture(scope="module")
 def one_process(pool_of_module):
-    return {name: run_layout(pool_of_module, MODEL | recipe, Layout(), 2) for name, recipe in RECIPES.items()}
+    return {name: run_layout(pool_of_module, MODEL | recipe, Layout(), 2) for name, recipe in NEAR.items()}
 
 
 @pytest.mark.parametrize("layout", [SP, Layout(tp=2), Layout(tp=2, sp=True, dp=2, overlap=True)], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NEAR)
 def test_gradients_are_near_those_of_one_process(pool, one_process, name, layout):
-    expected, actual = one_process[name], run_layout(pool, MODEL | RECIPES[name], layout, 2)
+    expected, actual = one_process[name], run_layout(pool, MODEL | NEAR[name], layout, 2)
     for parameter, grad in expected.grads.items():
-        assert distance(actual.grads[parameter], grad) <= 0.1, parameter
+        assert distance(actual.grads[parameter], grad) <= (0.1 if NEAR[name] else 0.02), parameter
     for a, b in zip(actual.losses + actual.norms, expected.losses + expected.norms, strict=True):
         assert abs(a - b) <= 1e-2 * abs(b)
 
