@@ -1,0 +1,48 @@
+"""Experts, latent attention and multi-token prediction on several ranks equal one process (experts on every rank)."""
+
+import pytest
+import torch
+
+from tests.distributed.layouts import LLAMA, Layout, compare, run_layout
+
+EXPERTS = LLAMA | {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 48,
+    "moe_layer_freq": "[0,1]",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.125,
+    "moe_aux_loss_coeff": (0.1,),
+    "moe_shared_expert_intermediate_size": 32,
+}
+DEEPSEEK = {k: v for k, v in EXPERTS.items() if k not in ("group_query_attention", "num_query_groups", "add_qkv_bias")}
+DEEPSEEK |= {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+    "mtp_num_layers": 1,
+}
+MODELS = {"experts": EXPERTS, "deepseek": DEEPSEEK}
+
+
+def biases(model, optimizer, parallel) -> list[torch.Tensor]:
+    return [router.expert_bias.clone() for router in model.routers()]
+
+
+@pytest.fixture(scope="module")
+def alone(pool_of_module):
+    return {name: run_layout(pool_of_module, model, Layout(), observe=biases) for name, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=4)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_data_parallel_ranks_equal_one_process(pool, alone, name, layout):
+    """CASES 23, 54: expert, router and dense gradients; biases move by the loads of the whole global batch."""
+    run = run_layout(pool, MODELS[name], layout, observe=biases)
+    compare(run, alone[name])
+    for rank in run.extra:
+        assert all(torch.equal(a, b) for a, b in zip(rank, alone[name].extra[0], strict=True))
+    assert all(bias.abs().sum() > 0 for bias in run.extra[0])
