@@ -32,10 +32,7 @@ def test_initial_values_are_those_of_one_process(family, layout):
     (whole,) = specs_of_ranks(FAMILIES[family], Layout())
     ranks = specs_of_ranks(FAMILIES[family], layout)
     parts = [
-        {
-            n: (s.box, s.shape, initial_value(s, 7).flatten()[: math.prod(s.box_shape)].view(s.box_shape))
-            for n, s in rank.items()
-        }
+        {name: (spec.box, spec.shape, unpadded(initial_value(spec, 7), spec)) for name, spec in rank.items()}
         for rank in ranks
     ]
     together = assemble(parts)
