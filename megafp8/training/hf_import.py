@@ -114,6 +114,11 @@ class _Model:
         if self.tokenizer:
             config = model_of(values)
             tokenizer = build_tokenizer(config.data)
+            if tokenizer.vocab_size > vocab:
+                raise ValueError(
+                    f"--tokenizer-model {config.data.tokenizer_model}: {tokenizer.vocab_size} tokens, but the model's "
+                    f"'vocab_size' is {vocab}: give the model's own tokenizer"
+                )
             vocab, self.identity = tokenizer.vocab_size, tokenizer_identity(tokenizer)
         else:
             config, self.identity = model_of({**values, "vocab_size": max(vocab - 1, 1)}), None

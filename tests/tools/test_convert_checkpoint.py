@@ -130,7 +130,7 @@ def test_shards_and_back(tmp_path):
     assert tool("diff", source, tmp_path / "back") == 0
 
 
-def test_the_tokenizer_travels(tmp_path):
+def test_the_tokenizer_travels(tmp_path, capsys):
     """CASES 72: special tokens beyond the vocabulary of the model are refused; files come along both ways."""
     from tokenizers import Tokenizer, models
 
@@ -148,6 +148,7 @@ def test_the_tokenizer_travels(tmp_path):
     tokenizer.add_special_tokens(["<one too many>"])
     tokenizer.save(str(source / "tokenizer.json"))
     assert tool("from-hf", "--hf", source, "--save", tmp_path / "other") == 2
+    assert "102 tokens, but the model's 'vocab_size' is 101" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ TOKENIZER_FILES = (
 _LARGEST = 1 << 30
 
 
-def copy_companions(source: Path, target: Path) -> bool:
+def copy_companions(source: Path, target: Path, names: Sequence[str] = (*TOKENIZER_FILES, GENERATION)) -> bool:
     """Copies what there is of tokenizer and generation_config.json into the directory `target`, made if need be.
 
-    Returns whether a tokenizer was among it. Raises DamagedFileError for a link, or a file of absurd size.
+    names: of the files that are wanted. Returns whether a tokenizer was among it. Raises DamagedFileError for a link, or
+    a file of absurd size.
     """
     target.mkdir(exist_ok=True)
-    copied = []
-    for name in (*TOKENIZER_FILES, GENERATION):
+    for name in names:
         path = source / name
         check_regular(source, name)
         if not path.exists():
@@ -37,7 +37,6 @@ def copy_companions(source: Path, target: Path) -> bool:
         if path.stat().st_size > _LARGEST:
             raise DamagedFileError(f"{path} is larger than {_LARGEST >> 30} GiB: no {name}")
         shutil.copyfile(path, target / name)
-        copied.append(name)
     return bool(tokenizer_args(target))
 
 
@@ -60,7 +59,7 @@ def export_tokenizer(data: Mapping[str, Any], target: Path) -> bool:
     """
     kind, model = data["tokenizer_type"], data.get("tokenizer_model")
     if kind == "HuggingFaceTokenizer" and model and Path(model).exists():
-        return copy_companions(Path(model) if Path(model).is_dir() else Path(model).parent, target)
+        return copy_companions(Path(model) if Path(model).is_dir() else Path(model).parent, target, TOKENIZER_FILES)
     files = {
         "SentencePieceTokenizer": {"tokenizer.model": model},
         "GPT2BPETokenizer": {"vocab.json": data.get("vocab_file"), "merges.txt": data.get("merge_file")},

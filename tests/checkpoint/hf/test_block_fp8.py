@@ -82,6 +82,25 @@ def test_an_aligned_run_exports_the_bytes_it_trains_with(tmp_path):
     assert config["modules_to_not_convert"] == ["lm_head"]
 
 
+def test_transformers_dequantizes_alike(tmp_path):
+    """An independent reader of such files gets the very values."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    found = as_run(convert(make(ALIGNED, tmp_path / "hf", dtype=torch.bfloat16), tmp_path / "ours"), **RUN)
+    export_hf(found, tmp_path / "fp8", ExportOptions(fp8=True))
+    how = transformers.FineGrainedFP8Config(dequantize=True, modules_to_not_convert=["lm_head"])
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", quantization_config=how, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    written, checked = weights(tmp_path / "fp8"), 0
+    for name, tensor in model.state_dict().items():
+        if (scale := name.removesuffix("weight") + SCALE) in written:
+            assert torch.equal(tensor, dequantize(written[name], written[scale])), name
+            checked += 1
+    assert checked == 14
+
+
 def test_training_and_inference_agree_bitwise(tmp_path):
     """A run's logits, and those of its FP8 export loaded again, run through the same forward."""
     found = as_run(convert(make(ALIGNED, tmp_path / "hf", dtype=torch.bfloat16), tmp_path / "ours"), **RUN)
