@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 
 import pretrain_gpt
+from megafp8.optimizer import Optimizer
 from megafp8.training.run_log import read_metrics
 from megafp8.training.trainer import Trainer
 from tests.training.runs import flags, write_corpus
@@ -83,6 +85,29 @@ def test_signal_to_one_rank_stops_all_with_a_checkpoint(pool, corpus, tmp_path):
     assert pool.run_on(4, run_with_signal, argv, timeout=60) == [143] * 4
     (stopped,) = (tmp_path / "saved").glob("iter_*")
     assert lines(tmp_path / "log", "iteration")[-1] == int(stopped.name.removeprefix("iter_")) == 4
+
+
+def run_with_inf(argv: list[str]) -> int:
+    """One element of one gradient on rank 1 is infinite at the third step."""
+    original, calls = Optimizer.reduce_gradients, []
+
+    def reduce_gradients(self):
+        calls.append(1)
+        if len(calls) == 3 and self.parallel.rank == 1:
+            self.grads.state.views["layers.0.mlp.fc1.weight"][0, 0] = float("inf")
+        original(self)
+
+    with mock.patch.object(Optimizer, "reduce_gradients", reduce_gradients):
+        return pretrain_gpt.main(argv)
+
+
+def test_skipped_step_is_in_the_log(pool, corpus, tmp_path):
+    """CASES 31, BF16 at TP 2: only the third line says skipped and nan, and has no finite norm."""
+    argv = [*flags(corpus, *SMOOTH, "--bf16"), "--log-dir", str(tmp_path), *TP_DP]
+    assert pool.run_on(4, run_with_inf, argv) == [0] * 4
+    assert lines(tmp_path, "skipped") == lines(tmp_path, "nan") == [0, 0, 1, 0, 0, 0]
+    assert [math.isfinite(norm) for norm in lines(tmp_path, "grad_norm")] == [True, True, False, True, True, True]
+    assert all(math.isfinite(loss) for loss in lines(tmp_path, "lm_loss"))
 
 
 def test_mistakes_are_told_before_any_communication(pool, corpus, tmp_path):
