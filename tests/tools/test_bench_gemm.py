@@ -1,0 +1,69 @@
+"""tools/bench_gemm.py: its answer without a GPU, its shapes, and its calls, which fake tensors check without one."""
+
+import bench_gemm
+import pytest
+import torch
+from megafp8.kernels import testing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_it_says_so_and_exits_with_2(capsys):
+    assert bench_gemm.main([]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_shapes_are_those_of_the_models():
+    everything = dict(bench_gemm.shapes("all"))
+    assert everything["llama3-8b fc1"] == (8192, 28672, 4096)
+    assert everything["llama3-70b fc2"] == (8192, 8192, 28672)
+    assert everything["square 8192"] == (8192, 8192, 8192)
+    assert all(M >= 4096 for M, _, _ in everything.values())
+    assert dict(bench_gemm.shapes("deepseek-v3")).items() <= everything.items()
+
+
+def cases():
+    yield from bench_gemm.dense_cases("dense", 512, 384, 256)
+    yield from bench_gemm.grouped_cases(4, 128, "grouped", 256, 384)
+
+
+def test_every_backend_takes_its_operands():
+    """Contracts of rivals by fake tensors, of the project's kernels by recording their launches."""
+    called = []
+    with FakeTensorMode(), testing.captured_launches():
+        for case in cases():
+            for backend, run in case.runs.items():
+                if backend not in bench_gemm.OWN:
+                    run()
+                called.append((case.kind, backend))
+    assert len(called) >= 20
+    assert {"cublaslt", "cublaslt+add", "bf16", "gluon", "tl"} == {backend for _, backend in called}
+
+
+def test_operations_and_bytes_are_counted():
+    with FakeTensorMode():
+        by_kind = {case.kind: case for case in cases()}
+    assert by_kind["tensorwise"].flops == 2 * 512 * 384 * 256
+    assert by_kind["tensorwise"].nbytes == 512 * 256 + 384 * 256 + 2 * 512 * 384
+    wgrad = by_kind["1D1D +="]
+    assert wgrad.shape == (384, 256, 512)
+    scales = 4 * (384 + 256) * 512 // 128
+    assert wgrad.nbytes == (384 + 256) * 512 + scales + 2 * 4 * 384 * 256
+
+
+def test_a_line_names_speed_and_ratios():
+    result = {"name": "x", "kind": "1D2D", "shape": [1, 2, 3], "best": "tl", "tflops": {"gluon": 1.0, "tl": 2.0},
+              "gb_per_s": 12.0, "ratio_to_bf16": 1.5, "ratio_to_cublaslt": 0.95}  # fmt: skip
+    line = bench_gemm.line(result)
+    assert "1x2x3" in line
+    assert "12 GB/s" in line
+    assert line.endswith("1.50x bf16  0.95x cublaslt")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_every_case_runs():
+    flush = torch.empty(1 << 20, dtype=torch.int8, device="cuda")
+    for case in cases():
+        result = bench_gemm.bench(case, flush, 2)
+        assert all(value > 0 for value in result["tflops"].values())

@@ -1,0 +1,210 @@
+"""Times FP8 GEMMs on a GPU: the project's kernels beside cuBLASLt and BF16, on random data with L2 flushed.
+
+One line a GEMM: TFLOPS of every backend, then of the project's best kernel GB/s (operands and scales read once, the
+result written once, and read where it is added to) and its speed relative to BF16 and to cuBLASLt in the same
+accumulation mode. A time is the median of device times, without what the host takes to launch.
+
+    python tools/bench_gemm.py                                    # every shape
+    python tools/bench_gemm.py --shapes grouped --json gemm.json
+
+Kinds: `tensorwise`, `tensorwise fast` (accumulated by the tensor cores alone), `1D2D` (fprop and dgrad), `1D1D` (wgrad,
+added into an FP32 buffer; `cublaslt` writes, `cublaslt+add` also adds). Grouped ones: fprop and wgrad of experts; BF16
+is `torch._grouped_mm`, for wgrad followed by the addition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megafp8.kernels import gemm, grouped_gemm
+from torch import Tensor
+
+# model -> (layer, N, K) of Y [tokens, N] = X [tokens, K] @ W [N, K].T
+LAYERS = {
+    "llama3-8b": [("qkv", 6144, 4096), ("proj", 4096, 4096), ("fc1", 28672, 4096), ("fc2", 4096, 14336)],
+    "llama3-70b": [("qkv", 10240, 8192), ("proj", 8192, 8192), ("fc1", 57344, 8192), ("fc2", 8192, 28672)],
+    "deepseek-v3": [("q_a", 1536, 7168), ("q_b", 24576, 1536), ("kv_b", 32768, 512), ("proj", 7168, 16384),
+                    ("shared fc1", 4096, 7168), ("shared fc2", 7168, 2048)],
+    "square": [("8192", 8192, 8192)],
+}  # fmt: skip
+TOKENS = {"llama3-8b": 8192, "llama3-70b": 8192, "deepseek-v3": 4096, "square": 8192}
+# (groups, tokens a group) x (N, K)
+GROUPS = [(8, 4096), (4, 8192), (32, 1024)]
+EXPERT = [("fc1", 4096, 7168), ("fc2", 7168, 2048)]
+
+TW, ROW, SQUARE = (F.ScalingType.TensorWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+OWN = ("gluon", "tl")
+
+
+class Case(NamedTuple):
+    """One GEMM: floating-point operations, bytes, and a call for each backend."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    flops: int
+    nbytes: int
+    runs: dict[str, Callable[[], object]]
+
+
+def shapes(selection: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """(layer's name, (M, N, K)) of a model's linears."""
+    for model, layers in LAYERS.items():
+        if selection in ("all", model):
+            for layer, N, K in layers:
+                yield f"{model} {layer}", (TOKENS[model], N, K)
+
+
+def fp8(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
+
+
+def scales(rows: int, columns: int) -> Tensor:
+    """1D scales `[rows, columns]`, contiguous along rows."""
+    return torch.rand(columns, rows, device="cuda").add_(0.5).t()
+
+
+def square_scales(rows: int, columns: int) -> Tensor:
+    """2D scales with rows padded to a multiple of four, as cuBLASLt wants them."""
+    return torch.rand(rows, -(-columns // 4) * 4, device="cuda").add_(0.5)
+
+
+def rival(a: Tensor, b: Tensor, sa: Tensor, a_kind: F.ScalingType, sb: Tensor, b_kind: F.ScalingType,
+          dtype: torch.dtype, fast: bool = False) -> Tensor:  # fmt: skip
+    if b_kind is SQUARE:
+        sb = sb.t()
+    return F.scaled_mm(a, b.t(), sa, a_kind, sb, b_kind, output_dtype=dtype, use_fast_accum=fast)
+
+
+def dense_cases(name: str, M: int, N: int, K: int) -> Iterator[Case]:
+    """Tensorwise and 1D2D at (M, N, K), 1D1D at the wgrad of the same layer, (N, K, M)."""
+    a, b, one = fp8(M, K), fp8(N, K), torch.ones(1, device="cuda")
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    flops, operands = 2 * M * N * K, (M + N) * K
+    a_bf16, b_bf16 = a.bfloat16(), b.bfloat16().t()
+    bf16 = {"bf16": lambda: torch.mm(a_bf16, b_bf16, out=out)}
+    for kind, fast in (("tensorwise", False), ("tensorwise fast", True)):
+        runs = {own: lambda own=own, fast=fast: gemm.gemm_tensorwise(
+            a, b, one, one, out=out, fast_accum=fast, backend=own) for own in OWN}  # fmt: skip
+        runs["cublaslt"] = lambda fast=fast: rival(a, b, one, TW, one, TW, torch.bfloat16, fast)
+        yield Case(name, kind, (M, N, K), flops, operands + 2 * M * N, runs | bf16)
+    sa, padded = scales(M, K // 128), square_scales(N // 128, K // 128)
+    sb = padded.narrow(1, 0, K // 128)
+    runs = {own: lambda own=own: gemm.gemm_1d2d(a, b, sa, sb, out=out, backend=own) for own in OWN}
+    runs["cublaslt"] = lambda: rival(a, b, sa, ROW, padded, SQUARE, torch.bfloat16)
+    yield Case(name, "1D2D", (M, N, K), flops, operands + M * K // 32 + 2 * M * N, runs | bf16)
+    yield wgrad_case(name, N, K, M)
+
+
+def wgrad_case(name: str, M: int, N: int, K: int) -> Case:
+    """1D1D with FP32 accumulation, `[M, N] += [M, K] @ [N, K].T`."""
+    a, b = fp8(M, K), fp8(N, K)
+    sa, sb = scales(M, K // 128), scales(N, K // 128)
+    grad = torch.zeros(M, N, device="cuda")
+    a_bf16, b_bf16 = a.bfloat16(), b.bfloat16().t()
+    runs = {own: lambda own=own: gemm.gemm_1d1d(a, b, sa, sb, out=grad, accumulate=True, backend=own) for own in OWN}
+    runs["cublaslt"] = lambda: rival(a, b, sa, ROW, sb, ROW, torch.float32)
+    runs["cublaslt+add"] = lambda: grad.add_(rival(a, b, sa, ROW, sb, ROW, torch.float32))
+    runs["bf16"] = lambda: grad.add_(a_bf16 @ b_bf16)
+    return Case(name, "1D1D +=", (M, N, K), 2 * M * N * K, (M + N) * (K + K // 32) + 8 * M * N, runs)
+
+
+def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Iterator[Case]:
+    """1D2D over rows and 1D1D over tokens, groups of one size."""
+    T = groups * per_group
+    ends = (torch.arange(groups, device="cuda") + 1).mul(per_group).to(torch.int32)
+    a, b = fp8(T, K), fp8(groups * N, K).view(groups, N, K)
+    sa = scales(T, K // 128)
+    sb = square_scales(groups * N // 128, K // 128).view(groups, N // 128, -1).narrow(2, 0, K // 128)
+    out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
+    a_bf16, b_bf16 = a.bfloat16(), b.bfloat16().transpose(1, 2)
+    runs = {own: lambda own=own: grouped_gemm.grouped_gemm_1d2d(
+        a, b, sa, sb, ends, out=out, backend=own) for own in OWN}  # fmt: skip
+    runs["bf16"] = lambda: torch._grouped_mm(a_bf16, b_bf16, offs=ends)
+    flops, title = 2 * T * N * K, f"{groups} x {per_group} {name}"
+    yield Case(title, "grouped 1D2D", (T, N, K), flops, T * (K + K // 32) + groups * N * K + 2 * T * N, runs)
+    x, y = fp8(N, T), fp8(K, T)
+    sx, sy = scales(N, T // 128 + groups), scales(K, T // 128 + groups)
+    grad = torch.zeros(groups, N, K, device="cuda")
+    x_bf16, y_bf16 = x.bfloat16(), y.bfloat16().t()
+    runs = {own: lambda own=own: grouped_gemm.grouped_wgrad_1d1d(
+        x, y, sx, sy, ends, out=grad, accumulate=True, padding=16, backend=own) for own in OWN}  # fmt: skip
+    runs["bf16"] = lambda: grad.add_(torch._grouped_mm(x_bf16, y_bf16, offs=ends))
+    yield Case(title, "grouped 1D1D +=", (N, K, T), flops, (N + K) * (T + T // 32) + 8 * groups * N * K, runs)
+
+
+def seconds(run: Callable[[], object], flush: Tensor, repeats: int) -> float:
+    """Median device time. The device sleeps first, so that the launch is queued before the clock starts."""
+    for _ in range(2):
+        run()
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        torch.cuda._sleep(500_000)  # cycles, about 0.3 ms
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def bench(case: Case, flush: Tensor, repeats: int) -> dict:
+    """TFLOPS of every backend, and what the line says of the best kernel of the project."""
+    times = {backend: seconds(run, flush, repeats) for backend, run in case.runs.items()}
+    best = min(OWN, key=times.__getitem__)
+    return {
+        "name": case.name, "kind": case.kind, "shape": list(case.shape), "best": best,
+        "tflops": {backend: case.flops / time / 1e12 for backend, time in times.items()},
+        "gb_per_s": case.nbytes / times[best] / 1e9,
+        **{f"ratio_to_{other}": times[other] / times[best] for other in times if other not in OWN},
+    }  # fmt: skip
+
+
+def line(result: dict) -> str:
+    shape = "x".join(map(str, result["shape"]))
+    tflops = "  ".join(f"{backend} {value:5.0f}" for backend, value in result["tflops"].items())
+    ratios = "  ".join(f"{value:.2f}x {key[9:]}" for key, value in result.items() if key.startswith("ratio_to_"))
+    return f"{result['name']:24}{shape:18}{result['kind']:16}{tflops}  TFLOPS  {result['gb_per_s']:.0f} GB/s  {ratios}"
+
+
+def cases(selection: str) -> Iterator[Case]:
+    for name, (M, N, K) in shapes(selection):
+        yield from dense_cases(name, M, N, K)
+    if selection in ("all", "grouped"):
+        for groups, per_group in GROUPS:
+            for name, N, K in EXPERT:
+                yield from grouped_cases(groups, per_group, name, N, K)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", choices=["all", "grouped", *LAYERS], default="all")
+    parser.add_argument("--only", default="", help="only kinds that contain this")
+    parser.add_argument("--repeats", type=int, default=11, help="timed calls a backend")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there, one JSON object a line")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench_gemm: needs a CUDA GPU, and torch sees none", file=sys.stderr)
+        return 2
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    results = []
+    for case in cases(args.shapes):
+        if args.only in case.kind:
+            results.append(bench(case, flush, args.repeats))
+            print(line(results[-1]), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            file.writelines(json.dumps(result) + "\n" for result in results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
