@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megafp8.optimizer import AdamWOptions, Optimizer
 from megafp8.parallel import build_parallel
 from megafp8.params import Init, ParamSpec, attach_spec
+from megafp8.step import StepContext
 from tests.distributed import layouts
 from tests.distributed.layouts import LLAMA, Layout, make_config, run_layout
 from tests.distributed.recorder import record
@@ -132,3 +133,30 @@ def test_parameter_without_gradient_hangs_nobody(pool):
     assert (used == 2).all()
     assert (idle == 1).all()
     assert torch.equal(torch.stack([used, idle]), torch.stack(others))
+
+
+def test_dropout_of_whole_hidden_states_is_that_of_one_process(pool):
+    """Every tensor-parallel rank drops the same elements, in forward and when it computes a layer again."""
+    values = SMALL | {"hidden_dropout": 0.2}
+    expected = run_layout(pool, values, Layout(), 3)
+    layouts.compare(run_layout(pool, values, TP, 3), expected)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    layouts.compare(run_layout(pool, values | full, TP, 3), expected)
+    assert expected.losses != run_layout(pool, SMALL, Layout(), 3).losses
+
+
+def places(layout: Layout) -> list[str]:
+    """Where dropout draws its random numbers on this rank."""
+    seen, original = [], StepContext.random_seed
+    with mock.patch.object(StepContext, "random_seed", lambda self, place: seen.append(place) or original(self, place)):
+        layouts.train(SMALL | {"hidden_dropout": 0.2, "attention_dropout": 0.2}, layout, 1)
+    return sorted(set(seen))
+
+
+def test_ranks_with_other_tokens_or_heads_drop_others(pool):
+    for layout, shared in ((TP, 3), (SP, 0)):
+        first, second = pool.run_on(2, places, layout)
+        assert len(first) == len(second) == 4  # embedding, attention's output, MLP's output, attention weights
+        assert len(set(first) & set(second)) == shared
+    run = run_layout(pool, SMALL | {"hidden_dropout": 0.2, "attention_dropout": 0.2}, SP, 3)
+    assert not any(run.skipped)
