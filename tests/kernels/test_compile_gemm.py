@@ -128,6 +128,14 @@ def test_configuration_by_problem(expected, arguments, options):
     assert gemm_launch.hopper_config(problem(*arguments, **options), 132) is expected
 
 
+@pytest.mark.parametrize("backend", ["gluon", "tl"])
+def test_arguments_are_in_the_order_of_the_kernel(backend):
+    """Later launches pass all of them by position."""
+    launch = captured(problem(DENSE, TENSORWISE), backend)
+    constants = [name for name in launch.kwargs if name.isupper()]
+    assert launch.kernel.arg_names[len(launch.args) :] == constants
+
+
 def test_regroup_moves_whole_words():
     with testing.captured_launches() as launches:
         gemm_regroup.regroup(torch.zeros(64, 512, dtype=E4M3), torch.zeros(4, dtype=torch.int32), 1, 16)
