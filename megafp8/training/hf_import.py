@@ -67,7 +67,7 @@ def import_hf(directory: Path, save: Path, options: ImportOptions) -> list[str]:
         options = _with_copied_tokenizer(options, partial / KEPT)
         args = family.present(args, source.tensors) | {"bf16": _is_bf16(options, hf, source)}
         if source.fp8 is not None and args["bf16"]:  # a model stored in FP8 is run in FP8
-            args |= FP8_ARGS
+            args |= FP8_ARGS | ({} if source.power_of_two_scales() else {"fp8_power_of_two_scales": False})
         model = _Model(family, args, hf.integer("vocab_size"), options, len(source.tensors))
         check_sources(model.plan, _shapes(source, family, model.config), str(directory), ignored=family.ignored)
         kept = _kept_in_bf16(model, source)

@@ -25,8 +25,8 @@ _LARGEST = 1 << 30
 def copy_companions(source: Path, target: Path, names: Sequence[str] = (*TOKENIZER_FILES, GENERATION)) -> bool:
     """Copies what there is of tokenizer and generation_config.json into the directory `target`, made if need be.
 
-    names: of the files that are wanted. Returns whether a tokenizer was among it. Raises DamagedFileError for a link, or
-    a file of absurd size.
+    names: of the files that are wanted.
+    Returns whether a tokenizer was among it. Raises DamagedFileError for a link, or a file of absurd size.
     """
     target.mkdir(exist_ok=True)
     for name in names:

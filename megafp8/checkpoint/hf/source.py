@@ -57,10 +57,9 @@ class Source:
             return tensor
         return dequantize(tensor, self._get(self._scales[stored.scale]), self.fp8.block)
 
-    def read_fp8(self, name: str) -> tuple[Tensor, Tensor]:
-        """(bytes, scale_inv) of an FP8 tensor as stored."""
-        stored = self.tensors[name]
-        return self._get(stored), self._get(self._scales[stored.scale])
+    def power_of_two_scales(self) -> bool:
+        """Whether all scales of FP8 tensors are powers of two (no mantissa bits). Reads them, one at a time."""
+        return all((torch.frexp(self._get(s).float()).mantissa == 0.5).all() for s in self._scales.values())
 
     def _get(self, stored: Stored) -> Tensor:
         return self._handles[stored.file].get_tensor(stored.key)

@@ -11,10 +11,12 @@ from megafp8.checkpoint.hf.block_fp8 import BlockFP8, carry_over, dequantize, ex
 from megafp8.checkpoint.hf.layouts import QKV, SAME, STACKED
 from megafp8.checkpoint.hf.rules import Rule, make_plan
 from megafp8.checkpoint.hf.values import Values
+from megafp8.config import parse_args
 from megafp8.config.model import ModelConfig
 from megafp8.fp8 import get_recipe
 from megafp8.step import Phase, StepContext
 from megafp8.training.hf_export import ExportOptions, export_hf
+from megafp8.training.hf_import import ARGS_FILE
 from megafp8.training.inference import load_trained
 from tests.checkpoint.hf.models import LLAMA, VOCAB, Case, assert_same_bytes, convert, make, weights
 
@@ -176,7 +178,8 @@ def test_linears_kept_in_bf16_stay_so_both_ways(tmp_path):
 
 
 def test_deepseek_scales_with_any_fp32_value(tmp_path):
-    """A file as DeepSeek-V3's: FP32 scales, no power of two; values are bytes times scales, rounded to BF16."""
+    """A file as DeepSeek-V3's: FP32 scales, no power of two. Values are bytes times scales, rounded to BF16; quantized
+    again they give the same bytes, and scales as near as BF16 is."""
     source = make(ALIGNED, tmp_path / "hf", dtype=torch.bfloat16)
     tensors = weights(source)
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -193,6 +196,17 @@ def test_deepseek_scales_with_any_fp32_value(tmp_path):
     name = "model.layers.0.self_attn.q_proj"
     expected = dequantize(tensors[f"{name}.weight"], tensors[f"{name}.{SCALE}"]).bfloat16()
     assert torch.equal(weights(exported)[f"{name}.weight"], expected)
+    flags = ["--config", str(tmp_path / "ours" / ARGS_FILE), "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    flags += ["--vocab-size", str(VOCAB - 1), "--seq-length", "32", "--micro-batch-size", "1", "--lr", "1e-3"]
+    config = parse_args([*flags, "--train-iters", "1"])
+    assert config.fp8.fp8_power_of_two_scales is False
+    assert config.fp8.fp8_recipe == "blockwise"
+    export_hf(found, tmp_path / "fp8", ExportOptions(fp8=True))
+    for key, tensor in weights(tmp_path / "fp8").items():
+        if key.endswith(SCALE):
+            torch.testing.assert_close(tensor, tensors[key], rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(tensor.view(torch.uint8), tensors[key].view(torch.uint8)), key
 
 
 def _plan(ours, theirs, layout, shape, model):
