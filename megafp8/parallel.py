@@ -11,6 +11,7 @@ Both are foldings of the same ranks, independent of each other within a pipeline
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -88,6 +89,27 @@ class Axis:
         """This rank's part [n, ...] of the sum over the ranks of `x` [size * n, ...]."""
         out, pending = self.post_scatter_sum(x)
         pending.wait()
+        return out
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The JSON value of every rank, in the order of ranks: bytes, so no pickle between ranks. Waits for them."""
+        text = json.dumps(value).encode()
+        if self.size == 1:
+            return [json.loads(text)]
+        device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        lengths = self.gather(torch.tensor([len(text)], device=device)).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.gather(padded.to(device)).view(self.size, -1).cpu()
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
+
+    def swap(self, peer: int, x: Tensor) -> Tensor:
+        """What rank `peer` of the axis gives for `x`, of the same shape and dtype; it must swap with this one."""
+        out = torch.empty_like(x)
+        there = dist.get_global_rank(self.group, peer)
+        sides = [dist.P2POp(dist.isend, x, there, self.group), dist.P2POp(dist.irecv, out, there, self.group)]
+        for work in dist.batch_isend_irecv(sides):
+            work.wait()
         return out
 
     def post_sum_(self, x: Tensor) -> Pending:

@@ -8,6 +8,7 @@ schedule draw the same ones without any state to save.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -60,6 +61,14 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     sums[name] = sums[name] + value if name in sums else value
 
 
+class WgradSink(Protocol):
+    """Takes weight gradients of linears that are to be computed later."""
+
+    def submit(self, run: Callable[[], None], held_bytes: int) -> None:
+        """`run` computes one and delivers it; until then it holds operands of `held_bytes`, which nobody else does."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepContext:
     """phase: train, eval or recompute; microbatch: number within the iteration, from 0.
@@ -67,6 +76,7 @@ class StepContext:
     grads: where weight gradients are added; None leaves them to autograd (`.grad`).
     scaling: delayed scaling's history; None where the recipe has none.
     statistics: where modules report numbers, if `records`; None: nowhere.
+    wgrads: where linears leave their weight gradients; None: they are computed in backward.
     sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
     """
 
@@ -78,6 +88,7 @@ class StepContext:
     grads: GradSink | None = None
     scaling: ScalingHistory | None = None
     statistics: Statistics | None = None
+    wgrads: WgradSink | None = None
 
     @property
     def training(self) -> bool:

@@ -65,7 +65,7 @@ def evaluate_set(trained, dataset, masks, micro_batch_size: int, max_samples: in
     from tqdm import tqdm
 
     from megafp8.data import build_loader
-    from megafp8.training.step import loss_of
+    from megafp8.training.step import run_stage
 
     loader = build_loader(
         dataset,
@@ -83,7 +83,7 @@ def evaluate_set(trained, dataset, masks, micro_batch_size: int, max_samples: in
             batch.loss_mask[count - start :] = 0
             counted = batch.labels[batch.loss_mask > 0]
             frequencies += torch.bincount(counted, minlength=len(frequencies))
-            loss += loss_of(trained.model, batch.to(trained.device), trained.step).item()
+            loss += run_stage(trained.model, batch.to(trained.device), trained.step).item()
             valid += batch.loss_mask.sum().item()
             bar.update(min(micro_batch_size, count - start))
     if not valid:

@@ -6,7 +6,7 @@ that are needed. Then each tensor is read by slices of the parts that hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,6 +34,7 @@ def load_checkpoint(
     *,
     optional: Sequence[str] = (),
     ignored: Sequence[str] = (),
+    elsewhere: Collection[str] = (),
     allow_narrowing: bool = False,
 ) -> dict[str, Tensor]:
     """Fills `wanted[name].tensor` in place from the checkpoint in `directory`, whatever layout it was saved in.
@@ -43,6 +44,7 @@ def load_checkpoint(
         wanted: global name -> destination, e.g. the owners' `state()`; any device.
         optional: prefixes of names that the checkpoint may lack; what it lacks is left untouched.
         ignored: prefixes of names that the checkpoint may have without being wanted.
+        elsewhere: names that other ranks want, such as those of other pipeline stages.
         allow_narrowing: also load floating-point tensors into a dtype that rounds them.
 
     Returns the tensors that were filled, by name, for the owners' `load_state()`.
@@ -52,7 +54,7 @@ def load_checkpoint(
         ValueError: names are missing or unexpected, or a shape or dtype doesn't fit; nothing has been written.
     """
     index = read_index(directory)
-    _check_names(directory, index, wanted, optional, ignored)
+    _check_names(directory, index, wanted, optional, ignored, elsewhere)
     found = {name: item for name, item in wanted.items() if name in index.tensors}
     plan = [read for name, item in found.items() for read in _plan(directory, name, item, index, allow_narrowing)]
     files = sorted({read.file for read in plan})
@@ -127,10 +129,16 @@ def _check_dtype(directory: Path, name: str, stored: torch.dtype, wanted: torch.
 
 
 def _check_names(
-    directory: Path, index: Index, wanted: Mapping[str, StateItem], optional: Sequence[str], ignored: Sequence[str]
+    directory: Path,
+    index: Index,
+    wanted: Mapping[str, StateItem],
+    optional: Sequence[str],
+    ignored: Sequence[str],
+    elsewhere: Collection[str],
 ) -> None:
     missing = [n for n in wanted if n not in index.tensors and not n.startswith(tuple(optional))]
-    unexpected = [n for n in index.tensors if n not in wanted and not n.startswith(tuple(ignored))]
+    known = {*wanted, *elsewhere}
+    unexpected = [n for n in index.tensors if n not in known and not n.startswith(tuple(ignored))]
     if missing:
         raise ValueError(f"{directory} lacks {_some(missing)}")
     if unexpected:

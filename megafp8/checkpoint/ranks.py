@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
 
 from megafp8.parallel import ParallelContext
 from megafp8.params import Box
@@ -23,15 +19,7 @@ class Held(NamedTuple):
 
 def exchange(parallel: ParallelContext, value: Any) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
-    text = json.dumps(value).encode()
-    if parallel.world_size == 1:
-        return [json.loads(text)]
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    lengths = parallel.everyone.gather(torch.tensor([len(text)], device=device)).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = parallel.everyone.gather(padded.to(device)).view(parallel.world_size, -1).cpu()
-    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
+    return parallel.everyone.exchange(value)
 
 
 def together(parallel: ParallelContext, action: Callable[[], Any]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def load_found(
     finetune: bool = False,
     no_load_optim: bool = False,
     no_load_rng: bool = False,
+    elsewhere: Collection[str] = (),
     allow_narrowing: bool = False,
 ) -> dict[str, Tensor]:
     """Fills the run's items from a checkpoint, as far as the flags ask for them; returns what was filled, by name.
@@ -93,6 +94,7 @@ def load_found(
     Args:
         items: everything the run has, from the owners' `state()`.
         finetune: weights alone; the run then starts at iteration 0.
+        elsewhere: names of what other pipeline stages have.
         no_load_optim, no_load_rng: leave out the optimizer's or the random states.
 
     A run that didn't load `optimizer/...` resets its optimizer from the loaded weights. Raises what
@@ -108,7 +110,12 @@ def load_found(
                 "fresh optimizer, or --finetune"
             )
     return load_checkpoint(
-        found.directory, wanted, optional=OPTIONAL, ignored=OPTIONAL + skipped, allow_narrowing=allow_narrowing
+        found.directory,
+        wanted,
+        optional=OPTIONAL,
+        ignored=OPTIONAL + skipped,
+        elsewhere=elsewhere,
+        allow_narrowing=allow_narrowing,
     )
 
 

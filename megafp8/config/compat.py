@@ -84,11 +84,22 @@ ACCEPTED = (
         "--no-log-loss-scale-to-tensorboard",
     ),
     *accepted("scales are updated every step", "--fp8-interval X"),
+    *accepted(
+        "messages between stages always overlap with work",
+        "--overlap-p2p-communication-warmup-flush",
+        "--no-overlap-p2p-communication",
+    ),
+    *accepted(
+        "it changes no number; --pipeline-schedule zero-bubble defers weight gradients",
+        "--defer-embedding-wgrad-compute",
+        "--wgrad-deferral-limit X",
+    ),
 )
 
 _FSDP = "shards parameters over data-parallel ranks; use --use-distributed-optimizer (ZeRO-1)"
 _OFFLOAD = "moves activations to host memory; use --recompute-granularity selective or full"
 _OPTIMIZER_OFFLOAD = "keeps optimizer state in host memory; use --use-distributed-optimizer"
+_HIERARCHICAL = "splits context parallelism in two levels; use --cp-comm-type p2p or all_gather"
 _MUON = "belongs to the Muon optimizer; use --optimizer adam"
 
 REFUSED = (
@@ -135,11 +146,11 @@ REFUSED = (
         "--tensorboard-log-interval X",
         harmless=["1"],
     ),
+    *refused(_HIERARCHICAL, "--hierarchical-context-parallel-sizes X..."),
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
 _MOE = "capacity, forced balance and FP8 dispatch of experts"
-_PIPELINE = "pipeline parallelism"
 
 NOT_YET = (
     *not_yet(
@@ -157,24 +168,6 @@ NOT_YET = (
         "--moe-shared-expert-overlap",
         "--overlap-moe-expert-parallel-comm",
         needs_ranks=True,
-    ),
-    *not_yet(
-        _PIPELINE,
-        "--num-layers-per-virtual-pipeline-stage X",
-        "--num-virtual-stages-per-pipeline-rank X",
-        "--microbatch-group-size-per-virtual-pipeline-stage X",
-        "--decoder-first-pipeline-num-layers X",
-        "--decoder-last-pipeline-num-layers X",
-        "--pipeline-model-parallel-layout X",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-        "--overlap-p2p-communication-warmup-flush",
-        "--no-overlap-p2p-communication",
-        "--defer-embedding-wgrad-compute",
-        "--wgrad-deferral-limit X",
-    ),
-    *not_yet(
-        "context parallelism", "--cp-comm-type X...", "--hierarchical-context-parallel-sizes X...", needs_ranks=True
     ),
     *not_yet("another order of ranks", "--use-tp-pp-dp-mapping", needs_ranks=True),
     *not_yet("gather overlapped with the update", "--overlap-param-gather-with-optimizer-step", needs_ranks=True),
@@ -200,8 +193,8 @@ NOT_YET = (
 )
 
 NOT_YET_FIELDS = (
-    NotYetField("pipeline_model_parallel_size", _PIPELINE),
     NotYetField("context_parallel_size", "context parallelism"),
+    NotYetField("cp_comm_type", "context parallelism", needs_ranks=True),
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
     NotYetField("overlap_grad_reduce", "overlapped gradient reduction", needs_ranks=True),

@@ -11,7 +11,49 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "Number of ranks that share each layer's weights.")
     pipeline_model_parallel_size: int = flag(1, "Number of pipeline stages that the layers are dealt to.")
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "Stages written out, e.g. 'Et*3|(tt|)*6tL': | ends a stage, E embedding, t layer, m multi-token prediction, "
+        "L loss.",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "Layers of the first pipeline rank; the others share the rest."
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "Layers of the last pipeline rank; the others share the rest."
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(False, "The embedding counts as a layer of the first stage.")
+    account_for_loss_in_pipeline_split: bool = flag(False, "LM head and loss count as a layer of the last stage.")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "Layers of each of a rank's virtual stages, which interleave.", shown_default="all of a rank's layers"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "Number of virtual stages of each pipeline rank, which interleave.", shown_default="1"
+    )
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None,
+        "Least number of microbatches that go through a virtual stage in turn.",
+        spelling="--microbatch-group-size-per-virtual-pipeline-stage",
+        shown_default="--pipeline-model-parallel-size",
+    )
+    pipeline_schedule: str = flag(
+        "1f1b",
+        "Order of forwards and backwards in a pipeline; zero-bubble defers weight gradients to fill the bubble.",
+        choices=("1f1b", "gpipe", "zero-bubble"),
+    )
+    wgrad_queue_mib: int | None = flag(
+        None,
+        "MiB that zero-bubble's deferred weight gradients may hold; beyond, the oldest run at once.",
+        shown_default="as much as the schedule defers",
+    )
     context_parallel_size: int = flag(1, "Number of ranks that share each sequence.")
+    cp_comm_type: tuple[str, ...] | None = flag(
+        None,
+        "How context-parallel attention sees all keys: p2p passes them around a ring, all_gather gathers them first.",
+        choices=("p2p", "all_gather"),
+        nargs="+",
+        shown_default="p2p",
+    )
     expert_model_parallel_size: int = flag(1, "Number of ranks that share each layer's experts.")
     expert_tensor_parallel_size: int | None = flag(
         None, "Number of ranks that share each expert's weights.", shown_default="--tensor-model-parallel-size"

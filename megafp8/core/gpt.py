@@ -24,7 +24,7 @@ Global names of the parameters; N, E and K are the numbers of a layer, an expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config
+from megafp8.config.pipeline import Stage, pipeline_stages, stages_of_rank
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.router import Router, with_loss
 from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -68,44 +69,87 @@ class _EarlierUse:
         pass
 
 
-class GPTModel(nn.Module):
-    """A decoder-only language model.
+class _Parts(nn.Module):
+    """What the model as a whole is asked, and what each rank of a pipeline answers for its part."""
+
+    def ends(self) -> Iterator[nn.Module]:
+        """Embedding and LM head, where they are here."""
+        return (module for module in self.modules() if isinstance(module, Embedding | LMHead))
+
+    def routers(self) -> Iterator[Router]:
+        """The routers of all layers with experts, in order."""
+        return (module for module in self.modules() if isinstance(module, Router))
+
+    def update_expert_bias(self, statistics: Statistics) -> None:
+        """Once a step: moves the experts' biases by the loads counted in it, over the global batch."""
+        for router in self.routers():
+            if router.expert_bias is not None:
+                router.update_expert_bias(statistics.sums[router.load_name])
+
+    def state(self) -> dict[str, StateItem]:
+        """What isn't a parameter: the experts' biases, saved beside the weights."""
+        biased = (router for router in self.routers() if router.expert_bias is not None)
+        return {f"{WEIGHTS}{router.name}.expert_bias": StateItem.whole(router.expert_bias) for router in biased}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the experts' biases back; other names are ignored. A missing one is KeyError."""
+        for name, item in self.state().items():
+            item.tensor.copy_(tensors[name])
+
+
+class GPTModel(_Parts):
+    """A decoder-only language model, or one stage of it.
 
     Parameters carry their global names in `param.spec`; on one rank modules are named alike.
+    stage: its layers and ends; None: all.
     """
 
-    def __init__(self, build: BuildContext) -> None:
+    def __init__(self, build: BuildContext, stage: Stage | None = None) -> None:
         super().__init__()
+        self.stage = stage = stage or Stage(tuple(range(build.model.num_layers)), embedding=True, loss=True)
+        self.dtype, self.device, self.hidden_size = build.dtype, build.device, build.model.hidden_size
+        self.token_ranks = build.tp.size if build.sequence_parallel else 1
         self.vocab_size, self.tp = build.vocab_size, build.tp
         self.padded_vocab_size = build.model.padded_vocab_size
         self.max_positions = build.model.max_position_embeddings
         self.tied = not build.model.untie_embeddings_and_output_weights
         self.mtp_scale = build.model.mtp_loss_scaling_factor / max(build.model.mtp_num_layers or 0, 1)
-        self.embedding = Embedding("embedding", build)
-        self.layers = TransformerBlock(range(build.model.num_layers), build)
-        self.final_norm = hidden_norm("final_norm", build)
-        self.lm_head = LMHead("lm_head", build, self.embedding.word_embeddings.weight if self.tied else None)
-        self.mtp = nn.ModuleList(PredictionDepth(f"mtp.{k}", build) for k in range(build.model.mtp_num_layers or 0))
+        depths = build.model.mtp_num_layers or 0 if stage.loss else 0
+        self.embedding = Embedding("embedding", build) if stage.embedding or depths else None
+        self.layers = TransformerBlock(stage.layers, build)
+        self.final_norm = hidden_norm("final_norm", build) if stage.loss else None
+        self.lm_head = self._head(build) if stage.loss else None
+        self.mtp = nn.ModuleList(PredictionDepth(f"mtp.{k}", build) for k in range(depths))
         rotary = build.model.position_embedding_type == "rope"
         frequencies = inverse_frequencies(build.model, build.device) if rotary else None
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.rotation_scale = rotation_scale(build.model)
+
+    def _head(self, build: BuildContext) -> LMHead:
+        if not self.tied:
+            return LMHead("lm_head", build)
+        if self.embedding is not None:
+            return LMHead("lm_head", build, self.embedding.word_embeddings.weight)
+        # The first stage has the embedding: here is a copy of the same name, so with the same values.
+        return LMHead("embedding.word_embeddings", build)
 
     def forward(
         self,
         tokens: Tensor,
         *,
         step: StepContext,
+        hidden: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or with `labels` the sum of the valid tokens' losses.
+        """Logits, or with `labels` the sum of the valid tokens' losses; a stage before the last, its hidden states.
 
         In training the loss's backward runs that of auxiliary losses and multi-token prediction too, which its value
         leaves out.
 
+        hidden: what the stage before gave, [T, hidden]; None on the first.
         tokens, labels, position_ids: int64 [b, s]; positions count from 0 in each sequence by default.
         loss_mask: FP32 [b, s], the weight of each token's loss; default 1.
         cu_seqlens: int32 [n + 1], document boundaries over the b * s tokens, sequence boundaries included; documents
@@ -117,8 +161,11 @@ class GPTModel(nn.Module):
         positions = self._positions(tokens, position_ids)
         turn = None if self.frequencies is None else rotation(positions, self.frequencies, self.rotation_scale)
         sequences = Sequences(*tokens.shape, turn, cu_seqlens)
-        x = self.embedding(tokens.reshape(-1), positions, step)
-        hidden = self.final_norm(self.layers(x, sequences, step))
+        x = self.embedding(tokens.reshape(-1), positions, step) if self.stage.embedding else hidden
+        x = self.layers(x, sequences, step)
+        if not self.stage.loss:
+            return x
+        hidden = self.final_norm(x)
         if labels is None:
             logits = self.lm_head(hidden, self._head_step(step))
             return logits[:, : self.vocab_size].view(*tokens.shape, self.vocab_size)
@@ -137,7 +184,7 @@ class GPTModel(nn.Module):
 
     def _mtp_loss(self, hidden: Tensor, ahead: Callable[..., Ahead], sequences: Sequences, step: StepContext) -> Tensor:
         """Sum of the losses of all depths, which use the embedding and the LM head again."""
-        shared = step if step.grads is None else replace(step, grads=_EarlierUse(step.grads))
+        shared = replace(step, grads=step.grads and _EarlierUse(step.grads), wgrads=None)
         total = torch.zeros((), device=hidden.device)
         for k, depth in enumerate(self.mtp):
             near = ahead(k + 1, sequences=sequences)
@@ -162,29 +209,31 @@ class GPTModel(nn.Module):
         return position_ids.reshape(-1)
 
     def _head_step(self, step: StepContext) -> StepContext:
-        if self.tied and step.grads is not None:
-            return replace(step, grads=_EarlierUse(step.grads))
-        return step
+        """The LM head's weight gradient never waits: the logits' gradient is too large to hold."""
+        tied_here = self.tied and self.stage.embedding
+        grads = _EarlierUse(step.grads) if tied_here and step.grads is not None else step.grads
+        return replace(step, grads=grads, wgrads=None)
 
-    def routers(self) -> Iterator[Router]:
-        """The routers of all layers with experts, in order."""
-        return (module for module in self.modules() if isinstance(module, Router))
+    @property
+    def chunks(self) -> tuple[GPTModel, ...]:
+        """The model's stages on this rank: itself."""
+        return (self,)
 
-    def update_expert_bias(self, statistics: Statistics) -> None:
-        """Once a step: moves the experts' biases by the loads counted in it, over the global batch."""
-        for router in self.routers():
-            if router.expert_bias is not None:
-                router.update_expert_bias(statistics.sums[router.load_name])
+    def hidden_shape(self, tokens: Tensor) -> tuple[int, int]:
+        """Shape of what goes from stage to stage for `tokens` [b, s]."""
+        return tokens.numel() // self.token_ranks, self.hidden_size
 
-    def state(self) -> dict[str, StateItem]:
-        """What isn't a parameter: the experts' biases, saved beside the weights."""
-        biased = (router for router in self.routers() if router.expert_bias is not None)
-        return {f"{WEIGHTS}{router.name}.expert_bias": StateItem.whole(router.expert_bias) for router in biased}
 
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the experts' biases back; other names are ignored. A missing one is KeyError."""
-        for name, item in self.state().items():
-            item.tensor.copy_(tensors[name])
+class ModelChunks(_Parts):
+    """The stages of an interleaved pipeline that are on this rank, in the order of the model."""
+
+    def __init__(self, chunks: Iterable[GPTModel]) -> None:
+        super().__init__()
+        self._chunks = nn.ModuleList(chunks)
+
+    @property
+    def chunks(self) -> tuple[GPTModel, ...]:
+        return tuple(self._chunks)
 
 
 def initialize(model: nn.Module, seed: int) -> None:
@@ -194,16 +243,24 @@ def initialize(model: nn.Module, seed: int) -> None:
             param.copy_(initial_value(spec, seed))
 
 
-def build_model(config: Config, parallel: ParallelContext, device: torch.device | str) -> GPTModel:
+def build_model(config: Config, parallel: ParallelContext, device: torch.device | str) -> GPTModel | ModelChunks:
     """The model of a configuration whose vocabulary is known (`config.with_vocab_size`), initialized from `--seed`.
 
-    On the "meta" device nothing is allocated or initialized.
+    In a pipeline, this rank's stages. On the "meta" device nothing is allocated or initialized.
     Raises ValueError where the layout cuts a linear through its FP8 tiles, and for a --keep-modules-in-bf16 that
     matches nothing.
     """
     device = torch.device(device)
     recipe_of = policy.from_config(config)
-    model = GPTModel(BuildContext.of(config, parallel, device, recipe_of))
+    build = BuildContext.of(config, parallel, device, recipe_of)
+    if parallel.pp.size == 1:
+        model = GPTModel(build)
+    else:
+        GPTModel(replace(build, device=torch.device("meta")))  # asks the policy for every linear of the model
+        stages = pipeline_stages(config.model, config.parallel)
+        own = stages_of_rank(stages, parallel.pp.size, parallel.pp.rank)
+        chunks = [GPTModel(build, stage) for stage in own]
+        model = chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
     recipe_of.check()
     if device.type != "meta":
         initialize(model, config.train.seed)

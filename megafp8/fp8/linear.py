@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
         run = _backward_high_precision if args.recipe is None else _backward_fp8
         dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
-        dw = _deliver(args.weight.param, wgrad, args.step) if needs_wgrad else None
+        dw = _deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
         return dx, dw, db, None
 
@@ -115,6 +115,14 @@ def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...]
     )
 
 
+@dataclass(frozen=True)
+class Wgrad:
+    """dW, FP32, once it is `run`; until then it holds operands of `held_bytes`."""
+
+    run: Callable[[], Tensor]
+    held_bytes: int
+
+
 def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
     """The bias, if this rank's product is the whole sum: then the GEMM adds it."""
     return None if bias is None or args.comm.sums_output else bias.to(args.dtype)
@@ -122,7 +130,7 @@ def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
 
 def _backward_high_precision(
     dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Tensor | None, Callable[[], Tensor]]:
+) -> tuple[Tensor | None, Wgrad | None]:
     comm = args.comm
     if comm.gathers_grad_output:
         dy = comm.gather(dy)
@@ -135,7 +143,7 @@ def _backward_high_precision(
             return torch.mm(dy.t(), full, out_dtype=torch.float32)
         return dy.t().float() @ full.float()
 
-    return dx, wgrad
+    return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None
 
 
 def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
@@ -179,19 +187,30 @@ def _backward_fp8(
     args: LinearArgs,
     needs_dgrad: bool,
     needs_wgrad: bool,
-) -> tuple[Tensor | None, Callable[[], Tensor]]:
-    """dX, and the wgrad task: dY is quantized once, in the orientations that the two GEMMs want."""
+) -> tuple[Tensor | None, Wgrad | None]:
+    """dX, and the wgrad task: dY is quantized once, in the orientations that the two GEMMs want.
+
+    A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
+    kept it in high precision.
+    """
     needs = args.needs("grad_output")
     wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
     if not wanted:
         return None, None
     quantized = _quantize_grad_output(dy, args, wanted)
-    arriving = _arriving_input(lambda: _kept_input(x, args), args) if needs_wgrad else None
+    waits = needs_wgrad and args.step is not None and args.step.wgrads is not None
+    kept = _kept_input(x, args) if waits else None
+    load = (lambda: kept) if waits else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
+    arriving = _arriving_input(load, args) if needs_wgrad else None
     dx = None
     if needs_dgrad:
         w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
         dx = args.comm.dgrad(grad_output, lambda dy: gemm.dgrad(dy, w, args.dtype, args.backend))
-    return dx, lambda: gemm.wgrad(_pick(quantized, needs["wgrad"]), arriving(), backend=args.backend)
+    if not needs_wgrad:
+        return dx, None
+    grad_output = _pick(quantized, needs["wgrad"])
+    held = grad_output.nbytes + (kept.nbytes if waits else 0)
+    return dx, Wgrad(lambda: gemm.wgrad(grad_output, arriving(), backend=args.backend), held)
 
 
 def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
@@ -221,6 +240,20 @@ def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStor
 
 def _sum_rows(dy: Tensor) -> Callable[[], Tensor]:
     return lambda: dy.sum(0, dtype=torch.float32)
+
+
+def _deliver_wgrad(param: Tensor, wgrad: Wgrad, step: StepContext | None) -> Tensor | None:
+    """Delivers dW now, or leaves that to `step.wgrads`."""
+    if step is None or step.grads is None or step.wgrads is None:
+        return _deliver(param, wgrad.run, step)
+    grads = step.grads
+
+    def run() -> None:
+        grads.buffer(param).add_(wgrad.run())
+        grads.ready(param)
+
+    step.wgrads.submit(run, wgrad.held_bytes)
+    return None
 
 
 def _deliver(param: Tensor, make: Callable[[], Tensor], step: StepContext | None) -> Tensor | None:

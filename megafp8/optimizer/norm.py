@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from megafp8.optimizer.stages import StageNames
 from megafp8.parallel import Axis
 from megafp8.params import ParamSpec, unpadded
 
@@ -34,29 +35,40 @@ def per_parameter(
     specs: Mapping[str, ParamSpec],
     measure: Callable[[Tensor], Tensor],
     tp: Axis | None = None,
+    stages: StageNames | None = None,
 ) -> Tensor:
     """`measure` of every parameter's whole tensor without padding, as a vector in the order of global names.
 
     tp: the ranks that hold other parts of the parameters; their parts' measures are added.
+    stages: the stages of a pipeline, which hold other parameters.
     """
     names, tp = sorted(values), tp or Axis()
     measured = torch.stack([measure(unpadded(values[name], specs[name])) for name in names])
-    if tp.size == 1:
-        return measured
     if tp.rank:
         repeated = torch.tensor(["tp" in specs[name].replicated_over for name in names], device=measured.device)
         measured = torch.where(repeated & measured.isfinite(), torch.zeros_like(measured), measured)
-    return tp.sum_(measured)
+    tp.sum_(measured)
+    return measured if stages is None else stages.whole(measured)
 
 
-def l2_norm(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], tp: Axis | None = None) -> Tensor:
-    """FP64 scalar on the values' device: the L2 norm over all parameters, of all ranks of `tp`."""
-    return per_parameter(values, specs, sum_of_squares, tp).sum().sqrt()
+def l2_norm(
+    values: Mapping[str, Tensor],
+    specs: Mapping[str, ParamSpec],
+    tp: Axis | None = None,
+    stages: StageNames | None = None,
+) -> Tensor:
+    """FP64 scalar on the values' device: the L2 norm over all parameters, of all ranks of `tp` and all stages."""
+    return per_parameter(values, specs, sum_of_squares, tp, stages).sum().sqrt()
 
 
-def num_zeros(values: Mapping[str, Tensor], specs: Mapping[str, ParamSpec], tp: Axis | None = None) -> Tensor:
+def num_zeros(
+    values: Mapping[str, Tensor],
+    specs: Mapping[str, ParamSpec],
+    tp: Axis | None = None,
+    stages: StageNames | None = None,
+) -> Tensor:
     """Int64 scalar: elements of all parameters that are exactly 0."""
-    return per_parameter(values, specs, count_zeros, tp).sum()
+    return per_parameter(values, specs, count_zeros, tp, stages).sum()
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:

@@ -18,6 +18,7 @@ from megafp8.config import Config
 from megafp8.optimizer.adamw import adamw_, step_scalars
 from megafp8.optimizer.buffers import BufferLayout, FlatState, GradBuffers, Group, entry_of, plan_layouts
 from megafp8.optimizer.norm import clip_coefficient, l2_norm, num_zeros
+from megafp8.optimizer.stages import StageNames
 from megafp8.optimizer.weights import ModelWeights
 from megafp8.parallel import ParallelContext
 from megafp8.params import ParamSpec, StateItem, initial_value, unpadded
@@ -71,6 +72,7 @@ class Optimizer:
         if not trained:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
         self._specs = {name: self.weights.specs[name] for name in sorted(trained)}
+        self._stages = StageNames.of(self._specs, self.parallel.pp)
         self._groups = {name: Group(spec.decay, name in decoupled) for name, spec in self._specs.items()}
         self._device = next(iter(trained.values())).device
         self.layouts: tuple[BufferLayout, ...] = plan_layouts(
@@ -97,6 +99,7 @@ class Optimizer:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums the gradients over the ranks that each have a part; call once, after the last microbatch of a step."""
+        self._stages.sum_shared(self.grads.state.views)
         self.grads.sum_partial(self._specs, "tp", self.parallel.tp)
         self.grads.sum_replicas(self.parallel.dp_cp, self.parallel.edp)
 
@@ -126,7 +129,7 @@ class Optimizer:
         """
         valid = self._scalar(valid_tokens)
         divisor = valid.clamp(min=1)
-        norm = l2_norm(self.grads.state.views, self._specs, self.parallel.tp) / divisor
+        norm = l2_norm(self.grads.state.views, self._specs, self.parallel.tp, self._stages) / divisor
         nan = ~torch.isfinite(norm)
         if loss is not None:
             nan |= ~torch.isfinite(loss.to(self._device)) & (valid > 0)
@@ -140,7 +143,7 @@ class Optimizer:
             grad_norm=norm,
             nan=nan,
             skipped=nan.clone(),
-            num_zeros=num_zeros(self.grads.state.views, self._specs, self.parallel.tp) if with_num_zeros else None,
+            num_zeros=self._num_zeros() if with_num_zeros else None,
             params_norm=self.params_norm() if with_params_norm else None,
         )
 
@@ -152,7 +155,10 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """FP64 scalar: L2 norm of the masters."""
-        return l2_norm(self.masters.views, self._specs, self.parallel.tp)
+        return l2_norm(self.masters.views, self._specs, self.parallel.tp, self._stages)
+
+    def _num_zeros(self) -> Tensor:
+        return num_zeros(self.grads.state.views, self._specs, self.parallel.tp, self._stages)
 
     def _update(self, lr: float, decoupled_lr: float, weight_decay: float, grad_scale: Tensor, *, skip: Tensor) -> None:
         o = self.options

@@ -11,27 +11,32 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.config import Config, with_vocab_size
-from megafp8.core.gpt import GPTModel, build_model
+from megafp8.core.gpt import GPTModel, ModelChunks, build_model
 from megafp8.data import Datasets, Tokenizer, build_datasets, build_tokenizer, sample_counts
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs
+from megafp8.training.step import PipelinePlan
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the trainer works with. scaling: delayed scaling's histories, None where no recipe has any."""
+    """What the trainer works with.
+
+    model: in a pipeline, this rank's stages. scaling: delayed scaling's histories, None where no recipe has any.
+    """
 
     config: Config
     parallel: ParallelContext
     device: torch.device
     tokenizer: Tokenizer
     datasets: Datasets
-    model: GPTModel
+    model: GPTModel | ModelChunks
     optimizer: Optimizer
     scaling: DelayedScaling | None
     schedule: Schedule
+    pipeline: PipelinePlan
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str | int]:
@@ -69,9 +74,8 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     schedule = build_schedule(config)
     model = build_model(config, parallel, device)
-    ends = (model.embedding, model.lm_head) if config.optimizer.decoupled_lr is not None else ()
+    ends = model.ends() if config.optimizer.decoupled_lr is not None else ()
     decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
     optimizer = build_optimizer(named_specs(model), config, parallel, decoupled=decoupled)
-    return Parts(
-        config, parallel, device, tokenizer, datasets, model, optimizer, DelayedScaling.of(model), schedule
-    )
+    scaling, plan = DelayedScaling.of(model), PipelinePlan.of(config, parallel)
+    return Parts(config, parallel, device, tokenizer, datasets, model, optimizer, scaling, schedule, plan)

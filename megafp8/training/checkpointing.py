@@ -68,12 +68,15 @@ class RunState:
         """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""
         check_tokenizer(found, tokenizer_identity(self._parts.tokenizer))
         checkpoint = self._parts.config.checkpoint
+        items = self.items()
+        stages = self._parts.parallel.pp.exchange(sorted(items))
         tensors = load_found(
             found,
-            self.items(),
+            items,
             finetune=checkpoint.finetune,
             no_load_optim=checkpoint.no_load_optim,
             no_load_rng=checkpoint.no_load_rng,
+            elsewhere={name for names in stages for name in names},
         )
         with_optimizer = any(name.startswith(OPTIMIZER) for name in tensors)
         for owner in self._owners:

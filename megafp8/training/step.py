@@ -1,4 +1,4 @@
-"""One optimizer step over the microbatches of a global batch, and one evaluation.
+"""One optimizer step over the microbatches of a global batch, and one evaluation, in a pipeline or without one.
 
 The loss is the mean over all valid tokens of the global batch, whatever the microbatches: each microbatch's backward
 is of the SUM of its token losses, and the optimizer divides by the number of valid tokens of them all. Losses, counts
@@ -7,13 +7,20 @@ and gradients are summed over the data-parallel ranks once a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megafp8.core.gpt import GPTModel
+from megafp8.config import Config
+from megafp8.config.pipeline import chunks_per_rank
+from megafp8.core.gpt import GPTModel, ModelChunks
+from megafp8.core.pipeline.executor import Executor, HiddenStates
+from megafp8.core.pipeline.p2p import Links, message_groups
+from megafp8.core.pipeline.schedules import Schedule, build_schedule, forward_only
+from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
@@ -34,8 +41,8 @@ class StepOutput:
     means: dict[str, Tensor] = field(default_factory=dict)
 
 
-def loss_of(model: GPTModel, batch: Batch, step: StepContext) -> Tensor:
-    """FP32 scalar: the sum of the losses of the batch's valid tokens."""
+def run_stage(model: GPTModel, batch: Batch, step: StepContext, hidden: Tensor | None = None) -> Tensor:
+    """FP32 scalar: the sum of the losses of the batch's valid tokens; hidden states where the model is a stage."""
     return model(
         batch.tokens,
         labels=batch.labels,
@@ -43,11 +50,61 @@ def loss_of(model: GPTModel, batch: Batch, step: StepContext) -> Tensor:
         position_ids=batch.position_ids,
         cu_seqlens=batch.cu_seqlens,
         step=step,
+        hidden=hidden,
     )
 
 
+class _Microbatches:
+    """The microbatches that stages are still at work on: fetched when first asked for, in order."""
+
+    def __init__(self, batches: Iterable[Batch], device: torch.device) -> None:
+        self._batches, self._device = iter(batches), device
+        self._held: dict[int, Batch] = {}
+        self._fetched = 0
+
+    def __getitem__(self, number: int) -> Batch:
+        while self._fetched <= number:
+            self._held[self._fetched] = next(self._batches).to(self._device)
+            self._fetched += 1
+        return self._held[number]
+
+    def release(self, number: int) -> None:
+        del self._held[number]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How microbatches go through the stages, from the flags. groups: of messages, see `Links`."""
+
+    name: str = "1f1b"
+    group: int | None = None
+    wgrad_limit_bytes: int | None = None
+    groups: Mapping[tuple[bool, bool], ProcessGroup] = field(default_factory=dict)
+
+    @staticmethod
+    def of(config: Config, parallel: ParallelContext) -> PipelinePlan:
+        p = config.parallel
+        limit = None if p.wgrad_queue_mib is None else p.wgrad_queue_mib << 20
+        groups = message_groups(parallel.pp, chunks_per_rank(config.model, p))
+        return PipelinePlan(p.pipeline_schedule, p.microbatch_group_size_per_vp_stage, limit, groups)
+
+
+def executor_of(
+    schedule: Schedule,
+    model: GPTModel | ModelChunks,
+    plan: PipelinePlan,
+    parallel: ParallelContext,
+    micro: _Microbatches,
+) -> Executor:
+    """The executor of this rank's part of a schedule."""
+    chunk, pp = model.chunks[0], parallel.pp
+    states = HiddenStates(lambda m: chunk.hidden_shape(micro[m].tokens), chunk.dtype, chunk.device)
+    links = Links(pp, schedule.microbatches, dict(plan.groups))
+    return Executor(schedule, pp.rank, links, states, WgradQueue(plan.wgrad_limit_bytes))
+
+
 def forward_backward(
-    model: GPTModel,
+    model: GPTModel | ModelChunks,
     optimizer: Optimizer,
     batches: Iterable[Batch],
     *,
@@ -55,13 +112,24 @@ def forward_backward(
     seed: int,
     scaling: ScalingHistory | None,
     device: torch.device,
+    count: int | None = None,
+    plan: PipelinePlan = PipelinePlan(),
+    observe: Callable[[Executor], object] = lambda executor: None,
 ) -> StepOutput:
-    """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers."""
+    """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers.
+
+    count: of the microbatches; None counts them first. observe: called with the executor when it is done.
+    """
     parallel = optimizer.parallel
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens
-    statistics = Statistics()
-    for number, batch in enumerate(batches):
-        batch = batch.to(device)
+    if count is None:
+        batches = list(batches)
+        count = len(batches)
+    schedule = build_schedule(plan.name, parallel.pp.size, len(model.chunks), count, group=plan.group)
+    micro, statistics = _Microbatches(batches, device), Statistics()
+    executor = executor_of(schedule, model, plan, parallel, micro)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens; where the last stage is
+
+    def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
         step = StepContext(
             phase=Phase.TRAIN,
             iteration=iteration,
@@ -71,17 +139,34 @@ def forward_backward(
             grads=optimizer.grads,
             scaling=scaling,
             statistics=statistics,
+            wgrads=executor.wgrads.slot(chunk, number) if schedule.defers else None,
         )
-        microbatch_loss = loss_of(model, batch, step)
-        microbatch_loss.backward()
-        totals += torch.stack([microbatch_loss.detach(), batch.loss_mask.sum()])
+        part = model.chunks[chunk]
+        output = run_stage(part, micro[number], step, hidden)
+        if part.stage.loss:
+            totals.add_(torch.stack([output.detach(), micro[number].loss_mask.sum()]))
+        return output
+
+    executor.run(forward, release=micro.release)
+    observe(executor)
     optimizer.reduce_gradients()
-    parallel.dp_cp.sum_(totals)
+    parallel.pp.sum_(parallel.dp_cp.sum_(totals))
+    return StepOutput(totals[0] / totals[1], totals[1], _reduced_means(model, statistics, parallel))
+
+
+def _reduced_means(
+    model: GPTModel | ModelChunks, statistics: Statistics, parallel: ParallelContext
+) -> dict[str, Tensor]:
+    """The step's means over the global batch and all stages; moves the experts' biases by what was counted."""
     for value in (*statistics.sums.values(), *statistics.means.values()):
         parallel.dp_cp.sum_(value)
     model.update_expert_bias(statistics)
-    means = {name: total / weight for name, (total, weight) in statistics.means.items()}
-    return StepOutput(totals[0] / totals[1], totals[1], means)
+    means = statistics.means
+    if parallel.pp.size > 1:  # a stage has some of the names only
+        like = torch.zeros(2, dtype=torch.float64, device=model.chunks[0].device)
+        names = sorted({name for names in parallel.pp.exchange(sorted(means)) for name in names})
+        means = {name: parallel.pp.sum_(means.get(name, like).clone()) for name in names}
+    return {name: total / weight for name, (total, weight) in means.items()}
 
 
 def advance_scaling(scaling: DelayedScaling, parallel: ParallelContext) -> None:
@@ -93,20 +178,28 @@ def advance_scaling(scaling: DelayedScaling, parallel: ParallelContext) -> None:
 
 @torch.no_grad()
 def evaluate(
-    model: GPTModel,
+    model: GPTModel | ModelChunks,
     batches: Iterator[Batch],
     *,
     count: int,
     scaling: ScalingHistory | None,
     device: torch.device,
     parallel: ParallelContext | None = None,
+    plan: PipelinePlan = PipelinePlan(),
 ) -> float:
     """Mean loss over the valid tokens of every rank's next `count` microbatches; no training state changes."""
+    parallel = parallel or ParallelContext()
+    micro = _Microbatches(batches, device)
+    schedule = forward_only(parallel.pp.size, len(model.chunks), count)
+    step = StepContext(phase=Phase.EVAL, scaling=scaling)
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens
-    for _ in range(count):
-        batch = next(batches).to(device)
-        loss = loss_of(model, batch, StepContext(phase=Phase.EVAL, scaling=scaling))
-        totals += torch.stack([loss, batch.loss_mask.sum()])
-    if parallel is not None:
-        parallel.dp_cp.sum_(totals)
+
+    def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
+        output = run_stage(model.chunks[chunk], micro[number], step, hidden)
+        if model.chunks[chunk].stage.loss:
+            totals.add_(torch.stack([output, micro[number].loss_mask.sum()]))
+        return output
+
+    executor_of(schedule, model, plan, parallel, micro).run(forward, release=micro.release)
+    parallel.pp.sum_(parallel.dp_cp.sum_(totals))
     return (totals[0] / totals[1]).item()

@@ -141,6 +141,8 @@ class Trainer:
             seed=train.seed,
             scaling=parts.scaling,
             device=parts.device,
+            count=count,
+            plan=parts.pipeline,
         )
         lr = self.schedule.lr(samples)
         if parts.scaling is not None:
@@ -224,7 +226,13 @@ class Trainer:
         )
         count = train.eval_iters * train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
         return evaluate(
-            parts.model, batches, count=count, scaling=parts.scaling, device=parts.device, parallel=parts.parallel
+            parts.model,
+            batches,
+            count=count,
+            scaling=parts.scaling,
+            device=parts.device,
+            parallel=parts.parallel,
+            plan=parts.pipeline,
         )
 
     def _save_due(self, iteration: int, stopping: bool) -> bool:

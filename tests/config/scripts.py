@@ -1,5 +1,7 @@
 """Flag lists in the manner of public Megatron-style launch scripts (assets/scripts), and what becomes of them."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from megafp8.config import compat
@@ -9,29 +11,59 @@ ASSETS = Path(__file__).parent / "assets"
 # Features that each list asks for and that are still to come.
 SCRIPTS = {
     "llama3_8b_fp8": {"profiling", "FP8 primary weights"},
-    "gpt3_175b": {"pipeline parallelism", "a batch size that grows"},
-    "mixtral_8x7b": {"expert parallelism", "pipeline parallelism", "Weights & Biases"},
+    "gpt3_175b": {"a batch size that grows"},
+    "mixtral_8x7b": {"expert parallelism", "Weights & Biases"},
     "qwen3_30b_a3b": {"expert parallelism", "FP8 primary weights"},
     "deepseek_v3": {
-        *("capacity, forced balance and FP8 dispatch of experts", "pipeline parallelism"),
-        *("expert parallelism", "FP8 primary weights", "Weights & Biases"),
+        *("capacity, forced balance and FP8 dispatch of experts", "expert parallelism"),
+        *("FP8 primary weights", "Weights & Biases"),
         "optimizer state below FP32",
     },
 }
-# Flags that contradict our rules; the message that the user gets, and the mend that the test then makes.
+
+
+@dataclass(frozen=True)
+class Mend:
+    """What the user is told (the line has `flags` and `words`), and the change that then helps: `old` becomes `new`."""
+
+    flags: str
+    words: str
+    old: str
+    new: str = ""
+
+
+LAYOUT = "--pipeline-model-parallel-layout"
+# Flags that contradict our rules, in the order in which the user is told.
 MENDS = {
-    "llama3_8b_fp8": {"--fp8-amax-history-len 1024": "needs --fp8-recipe delayed"},
-    "gpt3_175b": {"--fp16": "use --bf16"},
-    "mixtral_8x7b": {"--tokenizer-type Llama2Tokenizer": "use SentencePieceTokenizer"},
-    "qwen3_30b_a3b": {"--tensor-model-parallel-size 2": "not yet"},
-    "deepseek_v3": {"--recompute-modules mla_up_proj": "not yet"},
-}
-REPLACE = {
-    "--fp16": "",
-    "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max": "",
-    "Llama2Tokenizer": "SentencePieceTokenizer",
-    "--tensor-model-parallel-size 2": "",
-    "--recompute-modules mla_up_proj mlp moe_act": "--recompute-modules mlp",
+    "llama3_8b_fp8": [
+        Mend(
+            "--fp8-amax-history-len 1024",
+            "needs --fp8-recipe delayed",
+            "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
+        )
+    ],
+    "gpt3_175b": [Mend("--fp16", "use --bf16", "--fp16")],
+    "mixtral_8x7b": [
+        Mend(
+            "--tokenizer-type Llama2Tokenizer",
+            "use SentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "SentencePieceTokenizer",
+        )
+    ],
+    "qwen3_30b_a3b": [],
+    "deepseek_v3": [
+        Mend("--decoder-first-pipeline-num-layers", LAYOUT, "--decoder-first-pipeline-num-layers 4"),
+        Mend("--decoder-last-pipeline-num-layers", LAYOUT, "--decoder-last-pipeline-num-layers 1"),
+        Mend("--account-for-loss-in-pipeline-split", LAYOUT, "--account-for-loss-in-pipeline-split"),
+        Mend(LAYOUT, "every m must be in the last stage", "(tt|)*29,m|L", "(tt|)*29|mL"),
+        Mend(
+            "--recompute-modules mla_up_proj",
+            "not yet",
+            "--recompute-modules mla_up_proj mlp moe_act",
+            "--recompute-modules mlp",
+        ),
+    ],
 }
 
 
@@ -52,9 +84,17 @@ def without_not_yet(text: str) -> list[str]:
     return kept
 
 
-def mended(name: str) -> str:
-    """The script's flags as a user would have to change them today."""
+def mended(name: str, count: int | None = None) -> str:
+    """The script's flags as a user would have to change them today; after the first `count` mends."""
+    mends = MENDS[name][:count]
     text = " ".join(without_not_yet(script(name)))
-    for old, new in REPLACE.items():
-        text = text.replace(old, new)
+    for mend in mends:
+        text = text.replace(mend.old, mend.new)
     return text
+
+
+def processes(text: str) -> str:
+    """The smallest job for a script's layout: WORLD_SIZE."""
+    words = text.split()
+    names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    return str(math.prod(int(words[words.index(name) + 1]) for name in names if name in words))

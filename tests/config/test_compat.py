@@ -9,7 +9,7 @@ import pytest
 from megafp8.config import build_parser, compat, parse_args
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
 from megafp8.config.flags import spec_of, value_type
-from tests.config.scripts import MENDS, SCRIPTS, mended, script, without_not_yet
+from tests.config.scripts import MENDS, SCRIPTS, mended, processes, script
 
 ASSETS = Path(__file__).parent / "assets"
 FLAGS = [line for line in (ASSETS / "flags.txt").read_text().split("\n") if line.startswith("--")]
@@ -128,10 +128,10 @@ def test_hard_ones(parse, flag, words):
 
 def test_all_missing_features_are_named_at_once(parse):
     with pytest.raises(ValueError) as error:
-        parse("--moe-fp8-dispatch --moe-layer-recompute --context-parallel-size 4 --async-save")
+        parse("--moe-fp8-dispatch --moe-layer-recompute --expert-model-parallel-size 4 --async-save")
     text = str(error.value)
     assert "FP8 dispatch of experts (--moe-fp8-dispatch --moe-layer-recompute)" in text
-    assert "context parallelism (--context-parallel-size 4)" in text
+    assert "expert parallelism (--expert-model-parallel-size 4)" in text
     assert "--async-save" in text
     assert "--expert-tensor-parallel-size" not in text, "a derived value was blamed"
 
@@ -167,16 +167,15 @@ def test_scripts_are_told_every_missing_feature(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_rest_of_the_script_parses_after_the_mends(name):
-    for flags, mend in MENDS[name].items():
-        kept = " ".join(without_not_yet(script(name)))
-        broken = f"{kept} {flags}" if flags.split()[0] not in kept else kept
+    for number, mend in enumerate(MENDS[name]):
+        kept = mended(name, number)
+        broken = f"{kept} {mend.flags}" if mend.flags.split()[0] not in kept else kept
         with pytest.raises(ValueError) as error:
-            parse_args(broken.split(), env={"WORLD_SIZE": "16"}, check_files=False)
-        assert flags in str(error.value)
-        assert mend in str(error.value)
+            parse_args(broken.split(), env={"WORLD_SIZE": processes(kept)}, check_files=False)
+        assert mend.flags in str(error.value)
+        assert mend.words in str(error.value)
     text = mended(name)
-    ranks = parse_args(text.split(), env={"WORLD_SIZE": "16"}, check_files=False).parallel.tensor_model_parallel_size
-    config = parse_args(text.split(), env={"WORLD_SIZE": str(ranks)}, check_files=False)
+    config = parse_args(text.split(), env={"WORLD_SIZE": processes(text)}, check_files=False)
     assert config.optimizer.lr > 0
     assert config.parallel.data_parallel_size == 1
     for word in text.split():

@@ -165,6 +165,12 @@ PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "moe_layers": {"moe_layer_freq"},
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
     "window": {"window_size"},
+    "pipeline_stages": {
+        *("pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
+        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    },
 }
 
 

@@ -213,18 +213,24 @@ def test_every_check_can_fail(parse, monkeypatch):
 
 
 UNEVEN = {
+    "--pipeline-model-parallel-size 4": ["--num-layers 2", "--pipeline-model-parallel-size 4"],
     "--tensor-model-parallel-size 4 --num-attention-heads 6 --kv-channels 8": ["--num-attention-heads 6"],
     "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2": ["--num-query-groups 2"],
     "--tensor-model-parallel-size 4 --ffn-hidden-size 90": ["--ffn-hidden-size 90"],
+    f"--tensor-model-parallel-size 4 {MOE} --moe-ffn-hidden-size 90": ["--moe-ffn-hidden-size 90"],
+    f"--tensor-model-parallel-size 4 {MOE} --moe-shared-expert-intermediate-size 90": [
+        "--moe-shared-expert-intermediate-size 90"
+    ],
+    f"--tensor-model-parallel-size 4 {MOE} --expert-tensor-parallel-size 1": ["--expert-tensor-parallel-size 1"],
     "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel": ["--seq-length 30", "--sequence-parallel"],
 }
 
 
 @pytest.mark.parametrize("flags", UNEVEN)
-def test_tensor_parallel_ranks_share_evenly(parse, flags):
+def test_ranks_share_evenly(parse, flags):
     with pytest.raises(ValueError) as error:
         parse(flags, env={"WORLD_SIZE": "4"})
-    for text in [*UNEVEN[flags], "--tensor-model-parallel-size 4"]:
+    for text in UNEVEN[flags]:
         assert text in str(error.value), str(error.value)
 
 

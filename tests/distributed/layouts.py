@@ -21,12 +21,13 @@ from megafp8.checkpoint import find_checkpoint, load_found
 from megafp8.config import Config
 from megafp8.config.resolve import resolve
 from megafp8.core.gpt import build_model
+from megafp8.core.pipeline.executor import Executor
 from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import named_specs, unpadded
-from megafp8.training.step import advance_scaling, forward_backward
+from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 from tests.distributed.pool import WorkerPool
 
 VOCAB = 101  # no multiple of anything: ranks hold different numbers of padding rows
@@ -80,10 +81,14 @@ class Layout:
     dp: int = 1
     sp: bool = False
     overlap: bool = False
+    pp: int = 1
+    cp: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def values(self) -> dict:
@@ -91,10 +96,17 @@ class Layout:
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sp,
             "tp_comm_overlap": self.overlap,
+            "pipeline_model_parallel_size": self.pp,
+            "context_parallel_size": self.cp,
+            "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
+            "pipeline_schedule": self.schedule,
         }
 
     def __str__(self) -> str:
         name = f"TP{self.tp}" + ("+SP" if self.sp else "") + ("+overlap" if self.overlap else "")
+        if self.pp > 1:
+            name += f"xPP{self.pp}" + (f"x{self.chunks}" if self.chunks > 1 else "") + f"-{self.schedule}"
+        name += f"xCP{self.cp}" if self.cp > 1 else ""
         return f"{name}xDP{self.dp}" if self.dp > 1 else name
 
 
@@ -150,8 +162,10 @@ def train(
     load: str | None = None,
     fault: Callable[[ExitStack], None] | None = None,
     observe: Observer | None = None,
+    watch: Callable[[Executor], object] = lambda executor: None,
 ) -> Run:
-    """What one rank does. load: directory of checkpoints to start from; fault: patches something."""
+    """What one rank does. load: directory of checkpoints to start from; fault: patches something; watch: sees
+    the executor of every step."""
     config = make_config(values, layout)
     parallel = build_parallel(config, "cpu")
     with ExitStack() as stack:
@@ -161,8 +175,8 @@ def train(
         optimizer = build_optimizer(named_specs(model), config, parallel)
         scaling = DelayedScaling.of(model)
         if load is not None:
-            load_states(load, [optimizer.weights, optimizer] + [scaling] * (scaling is not None))
-        run = Run()
+            load_states(load, [optimizer.weights, optimizer] + [scaling] * (scaling is not None), parallel)
+        run, plan = Run(), PipelinePlan.of(config, parallel)
         for iteration in range(1, steps + 1):
             optimizer.zero_grad()
             output = forward_backward(
@@ -173,6 +187,8 @@ def train(
                 seed=config.train.seed,
                 scaling=scaling,
                 device=torch.device("cpu"),
+                plan=plan,
+                observe=watch,
             )
             if iteration == 1:
                 run.grads = parts_of(optimizer.grads.state.views, model)
@@ -192,9 +208,10 @@ def train(
     return run
 
 
-def load_states(directory: str, owners: list) -> None:
+def load_states(directory: str, owners: list, parallel: ParallelContext) -> None:
     items = {name: item for owner in owners for name, item in owner.state().items()}
-    tensors = load_found(find_checkpoint(directory), items)
+    elsewhere = {name for names in parallel.pp.exchange(sorted(items)) for name in names}
+    tensors = load_found(find_checkpoint(directory), items, elsewhere=elsewhere)
     for owner in owners:
         owner.load_state(tensors)
 

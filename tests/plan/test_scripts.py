@@ -29,7 +29,7 @@ MODELS = {
 }  # fmt: skip
 
 FILES = ("--tokenizer-type", "--tokenizer-model", "--data-path", "--vocab-file", "--merge-file", "--vocab-size")
-FILES += ("--tensor-model-parallel-size",)
+FILES += ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -9,7 +9,7 @@ of ours are errors.
 from collections.abc import Callable
 
 from megafp8.config.config import Config
-from megafp8.config.validate import data, experts, fp8, latent, model, schedule, training
+from megafp8.config.validate import data, experts, fp8, latent, model, pipeline, schedule, training
 from megafp8.config.validate.files import check_files
 from megafp8.config.validate.idle import idle_notes
 from megafp8.config.validate.limits import check_limits
@@ -26,6 +26,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     latent.stretching,
     experts.patterns,
     experts.experts,
+    experts.expert_layout,
     experts.router,
     experts.router_groups,
     experts.balancing,
@@ -37,6 +38,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     fp8.fp8_backend,
     training.layout,
     training.tensor_parallel,
+    pipeline.pipeline,
     training.batch,
     training.length,
     training.recompute,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.pipeline import chunks_per_rank
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,22 @@ IDLE = (
         lambda c: c.parallel.tensor_model_parallel_size == 1,
         "tensor-parallel size is 1",
     ),
+    Idle(
+        (
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            *("microbatch_group_size_per_vp_stage", "pipeline_model_parallel_layout"),
+            *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        ),
+        lambda c: c.parallel.pipeline_model_parallel_size == 1,
+        "there is one pipeline stage",
+    ),
+    Idle(
+        ("microbatch_group_size_per_vp_stage",),
+        lambda c: c.parallel.pipeline_model_parallel_size > 1 and chunks_per_rank(c.model, c.parallel) == 1,
+        "stages are not interleaved",
+    ),
+    Idle(("cp_comm_type",), lambda c: c.parallel.context_parallel_size == 1, "context-parallel size is 1"),
     Idle(("distributed_backend",), lambda c: c.train.device == "cpu", "--device cpu always uses gloo"),
     Idle(
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),

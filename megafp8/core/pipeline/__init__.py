@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, one executor, point-to-point messages."""

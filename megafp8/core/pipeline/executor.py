@@ -1,0 +1,144 @@
+"""Runs one rank's list of actions of a schedule: the only loop over microbatches, in a pipeline and without one.
+
+The executor knows nothing of models: a chunk is a function of the microbatch's number and the hidden states that came
+from the stage before. It keeps what autograd needs between a microbatch's forward and backward: the input, and the
+edge of the graph that made the output. The output itself is dropped when it has been sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megafp8.core.pipeline.p2p import Links, Message
+from megafp8.core.pipeline.schedules import Action, Kind, Schedule
+from megafp8.core.pipeline.wgrad_queue import WgradQueue
+
+
+class Forward(Protocol):
+    """Runs a chunk of the model on a microbatch.
+
+    hidden: from the stage before, None on the first. Returns the hidden states for the next stage, or on the last the
+    loss, a scalar; both with their graph in training.
+    """
+
+    def __call__(self, chunk: int, microbatch: int, hidden: Tensor | None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """What travels between stages. shape: [T, hidden] of a microbatch, from its number."""
+
+    shape: Callable[[int], tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class _Held:
+    """Between forward and backward."""
+
+    hidden: Tensor | None
+    output: GradientEdge
+
+
+@dataclass
+class Executor:
+    """rank, links: this rank's place. wgrads: where the steps of a schedule that defers leave weight gradients.
+
+    ran: the actions in the order in which they ran, for tests and traces.
+    """
+
+    schedule: Schedule
+    rank: int
+    links: Links
+    states: HiddenStates
+    wgrads: WgradQueue
+    ran: list[Action] = field(default_factory=list)
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    _arriving: dict[Message, Callable[[], Tensor]] = field(default_factory=dict)
+
+    def run(self, forward: Forward, *, release: Callable[[int], None] = lambda microbatch: None) -> None:
+        """Runs all actions. release: called when no chunk of this rank needs a microbatch's data again.
+
+        An exception says at which stage and action it happened.
+        """
+        actions = self.schedule.actions[self.rank]
+        last_use = {action.microbatch: place for place, action in enumerate(actions)}
+        for place, action in enumerate(actions):
+            try:
+                for near in actions[place : place + 2]:
+                    self._post_receive(near)
+                self._run(action, forward)
+            except Exception as error:
+                error.add_note(self._where(action))
+                raise
+            self.ran.append(action)
+            if last_use[action.microbatch] == place:
+                release(action.microbatch)
+        self.links.finish()
+        assert not self._held, "a forward without its backward"
+        assert not self._arriving, "a message that nobody took"
+        assert not len(self.wgrads), "weight gradients that nobody ran"
+
+    def _where(self, action: Action) -> str:
+        stage = self.schedule.stage(self.rank, action.chunk)
+        return (
+            f"pipeline stage {stage} of {self.schedule.stages} (pipeline rank {self.rank} of {self.schedule.ranks}), "
+            f"{action.kind.name.lower()} of microbatch {action.microbatch}, schedule {self.schedule.name}"
+        )
+
+    def _run(self, action: Action, forward: Forward) -> None:
+        if action.kind is Kind.FORWARD:
+            self._forward(action, forward)
+        elif action.kind is Kind.WEIGHT:
+            self.wgrads.run(action.chunk, action.microbatch)
+        else:
+            self._backward(action)
+
+    def _forward(self, action: Action, forward: Forward) -> None:
+        chunk, number, stage = action.chunk, action.microbatch, self.schedule.stage(self.rank, action.chunk)
+        hidden = self._receive(action)
+        if hidden is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()
+        output = forward(chunk, number, hidden)
+        if torch.is_grad_enabled():
+            self._held[chunk, number] = _Held(hidden, get_gradient_edge(output))
+        if stage < self.schedule.stages - 1:
+            self.links.send(Message(True, stage, number), output.detach())
+
+    def _backward(self, action: Action) -> None:
+        held = self._held.pop((action.chunk, action.microbatch))
+        grad = self._receive(action)
+        torch.autograd.backward((held.output,), (self._one() if grad is None else grad,))
+        stage = self.schedule.stage(self.rank, action.chunk)
+        if stage > 0:
+            self.links.send(Message(False, stage - 1, action.microbatch), held.hidden.grad)
+
+    def _one(self) -> Tensor:
+        """The gradient of the loss."""
+        return torch.ones((), device=self.states.device)
+
+    def _message(self, action: Action) -> Message | None:
+        """What has to arrive before an action can run."""
+        stage = self.schedule.stage(self.rank, action.chunk)
+        if action.kind is Kind.FORWARD:
+            return Message(True, stage - 1, action.microbatch) if stage > 0 else None
+        if action.kind is Kind.WEIGHT or stage == self.schedule.stages - 1:
+            return None
+        return Message(False, stage, action.microbatch)
+
+    def _post_receive(self, action: Action) -> None:
+        message = self._message(action)
+        if message is not None and message not in self._arriving:
+            shape = self.states.shape(action.microbatch)
+            self._arriving[message] = self.links.post_receive(message, shape, self.states.dtype, self.states.device)
+
+    def _receive(self, action: Action) -> Tensor | None:
+        message = self._message(action)
+        return None if message is None else self._arriving.pop(message)()

@@ -1,0 +1,113 @@
+"""Messages between the stages of a pipeline: hidden states forward, their gradients backward, in the compute dtype.
+
+A message is a whole hidden state of one microbatch, `[T, hidden]` of this rank's tokens, BF16 under `--bf16` whatever
+the recipe: 2 T h bytes a stage border and direction, against about 24 T h^2 products of each layer behind it. Sends
+never block; receives are posted one action ahead, so that both travel while ranks compute.
+
+gloo tells messages apart by their tag. NCCL has no tags and delivers in order, so messages that could overtake each
+other go through groups of their own: by direction, and whether they go around from the last rank to the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from megafp8.parallel import Axis
+
+
+@dataclass(frozen=True)
+class Message:
+    """The output of `stage` (forward) or the gradient of its output, of one microbatch."""
+
+    forward: bool
+    stage: int
+    microbatch: int
+
+    def tag(self, microbatches: int) -> int:
+        return (2 * self.stage + self.forward) * microbatches + self.microbatch
+
+    def __str__(self) -> str:
+        what = "hidden states" if self.forward else "gradient"
+        return f"{what} of microbatch {self.microbatch} after stage {self.stage}"
+
+
+class LostStageError(RuntimeError):
+    """A neighbour in the pipeline is gone."""
+
+
+@dataclass
+class Links:
+    """This rank's place between its neighbours. Stage s runs on rank s % size, so a message goes one rank on or back.
+
+    groups: (forward, wraps) -> process group, where they must differ; otherwise the axis's own.
+    """
+
+    axis: Axis
+    microbatches: int
+    groups: dict[tuple[bool, bool], ProcessGroup] = field(default_factory=dict)
+    _sent: list[tuple[Work, Tensor, Message]] = field(default_factory=list)
+
+    def send(self, message: Message, x: Tensor) -> None:
+        """Starts sending; `x` must not be written to."""
+        peer, group = self._peer(message, sending=True)
+        x = x.contiguous()
+        work = _guarded(lambda: dist.isend(x, peer, group=group, tag=self._tag(message)), message, peer, "can't send")
+        self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
+        self._sent.append((work, x, message))
+
+    def post_receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        """Starts receiving; returns a function that waits and gives the tensor."""
+        peer, group = self._peer(message, sending=False)
+        x = torch.empty(shape, dtype=dtype, device=device)
+        work = _guarded(lambda: dist.irecv(x, peer, group=group, tag=self._tag(message)), message, peer, "waits for")
+
+        def arrive() -> Tensor:
+            _guarded(work.wait, message, peer, "waits for")
+            return x
+
+        return arrive
+
+    def finish(self) -> None:
+        """Waits until everything sent has been taken."""
+        for work, _, message in self._sent:
+            _guarded(work.wait, message, self._peer(message, sending=True)[0], "can't send")
+        self._sent = []
+
+    def _tag(self, message: Message) -> int:
+        return message.tag(self.microbatches)
+
+    def _peer(self, message: Message, *, sending: bool) -> tuple[int, ProcessGroup | None]:
+        """The other side's rank in the job, and the group to use."""
+        size = self.axis.size
+        here, there = message.stage % size, (message.stage + 1) % size
+        source, target = (here, there) if message.forward else (there, here)
+        assert self.axis.rank == (source if sending else target), (message, self.axis)
+        group = self.groups.get((message.forward, there == 0), self.axis.group)
+        return dist.get_global_rank(group, target if sending else source), group
+
+
+def _guarded(action, message: Message, peer: int, doing: str):
+    try:
+        return action()
+    except RuntimeError as error:
+        raise LostStageError(
+            f"{doing} the {message}, and rank {peer} is gone or silent; its own error says why ({error})"
+        ) from error
+
+
+def message_groups(axis: Axis, chunks: int) -> dict[tuple[bool, bool], ProcessGroup]:
+    """The groups that `Links` needs beside the axis's own: none on gloo. Every rank of the pipeline calls it."""
+    if axis.size == 1 or dist.get_backend(axis.group) != "nccl":
+        return {}
+    ranks = dist.get_process_group_ranks(axis.group)
+    wraps = (False, True) if chunks > 1 else (False,)
+    return {
+        (forward, wrap): dist.new_group(ranks, use_local_synchronization=True)
+        for forward in (True, False)
+        for wrap in wraps
+    }
