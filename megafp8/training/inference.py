@@ -55,11 +55,11 @@ def load_trained(load: str | Path, device: torch.device, *, step: int | None = N
     check_tokenizer(found, tokenizer_identity(tokenizer))
     model = build_model(config, ParallelContext(), device)
     weights, scaling = ModelWeights(named_specs(model)), DelayedScaling.of(model)
-    wanted = weights.state() | (scaling.state() if scaling else {})
+    owners = [owner for owner in (weights, model, scaling) if owner is not None]
+    wanted = {name: item for owner in owners for name, item in owner.state().items()}
     tensors = load_checkpoint(found.directory, wanted, ignored=("optimizer/", "rng/", "fp8_scaling/"))
-    weights.load_state(tensors)
-    if scaling is not None:
-        scaling.load_state(tensors)
+    for owner in owners:
+        owner.load_state(tensors)
     return TrainedModel(model, tokenizer, config, found.iteration, scaling, device)
 
 

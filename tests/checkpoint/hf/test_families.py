@@ -20,6 +20,7 @@ from megafp8.config import Config, parse_args
 from megafp8.training.hf_export import ExportOptions, export_hf
 from megafp8.training.hf_import import ARGS_FILE
 from megafp8.training.hf_verify import largest_difference
+from megafp8.training.inference import load_trained
 from tests.checkpoint.hf.models import BY_NAME, CASES, TOKENS, VOCAB, assert_same_bytes, convert, make, weights
 
 
@@ -159,3 +160,13 @@ def test_model_args_are_flags(tmp_path):
     flags += ["--train-iters", "1", "--lr", "1e-3", "--mock-data", "--tokenizer-type", "NullTokenizer"]
     config = parse_args([*flags, "--vocab-size", str(VOCAB - 1)])
     assert not differences(config, Config.from_dict(found.metadata["args"]))
+
+
+def test_a_converted_deepseek_runs_in_the_tools(tmp_path):
+    """generate_text.py and evaluate.py load it: the experts' biases, which are no parameters, come along."""
+    source = make(BY_NAME["deepseek-v3"], tmp_path / "hf")
+    trained = load_trained(convert(source, tmp_path / "ours").directory, torch.device("cpu"))
+    stored = weights(source)
+    for number, router in zip((1, 2), trained.model.routers(), strict=True):
+        assert torch.equal(router.expert_bias, stored[f"model.layers.{number}.mlp.gate.e_score_correction_bias"])
+        assert router.expert_bias.abs().max() > 0
