@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -72,6 +72,11 @@ class BuildContext:
     @property
     def sequence_parallel(self) -> bool:
         return self.parallel.sequence_parallel and self.tp.size > 1
+
+    @property
+    def whole_sequences(self) -> BuildContext:
+        """The same for modules that see all tokens on every tensor-parallel rank, also under sequence parallelism."""
+        return replace(self, parallel=replace(self.parallel, sequence_parallel=False), comm_chunks=1)
 
     def token_place(self, name: str) -> str:
         """Where random numbers for the hidden states of module `name` are drawn: ranks with other tokens, others."""

@@ -37,10 +37,13 @@ def alone(pool_of_module):
     return {name: run_layout(pool_of_module, model, Layout(), observe=biases) for name, model in MODELS.items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=4)], ids=str)
+LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, dp=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_data_parallel_ranks_equal_one_process(pool, alone, name, layout):
-    """CASES 23, 54: expert, router and dense gradients; biases move by the loads of the whole global batch."""
+def test_layout_equals_one_process(pool, alone, name, layout):
+    """CASES 14, 23, 54: expert, router and dense gradients; biases move by the loads of the whole global batch."""
     run = run_layout(pool, MODELS[name], layout, observe=biases)
     compare(run, alone[name])
     expected = alone[name].extra[0]

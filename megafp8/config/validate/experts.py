@@ -22,13 +22,26 @@ def experts(c: Config) -> str | None:
         return None
     if m.add_bias_linear:
         return f"--num-experts {m.num_experts}: experts have no biases; add --disable-bias-linear"
-    if c.parallel.tensor_model_parallel_size > 1:
-        return (
-            f"--num-experts {m.num_experts} with --tensor-model-parallel-size "
-            f"{c.parallel.tensor_model_parallel_size}: not yet in megafp8; use size 1"
-        )
     if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
         return "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size; add it"
+    return None
+
+
+def expert_layout(c: Config) -> str | None:
+    m, tp, etp = c.model, c.parallel.tensor_model_parallel_size, c.parallel.expert_tensor_parallel_size
+    if m.num_experts is None:
+        return None
+    if etp != tp:
+        return (
+            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp}: not yet in megafp8; "
+            "leave the former out"
+        )
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if (c.value(name) or tp) % tp:
+            return (
+                f"{flag_of(name)} {c.value(name)} is not divisible by --tensor-model-parallel-size {tp}; change one of "
+                "them"
+            )
     return None
 
 

@@ -13,11 +13,6 @@ def latent_attention(c: Config) -> str | None:
         return "--multi-latent-attention shares a latent, not heads: it contradicts --group-query-attention; drop one"
     if c.is_given("add_qkv_bias"):
         return "--add-qkv-bias: latent attention has no qkv projection; leave it out"
-    if c.parallel.tensor_model_parallel_size > 1:
-        return (
-            f"--multi-latent-attention with --tensor-model-parallel-size {c.parallel.tensor_model_parallel_size}: "
-            "not yet in megafp8; use size 1"
-        )
     return None
 
 

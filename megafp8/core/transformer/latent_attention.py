@@ -6,6 +6,8 @@
 
 Without `--q-lora-rank`, q_proj makes the queries at once; `--qk-layernorm` brings the two norms. All projections are
 FP8 linears. Rotated channels are neighbours in pairs, as in DeepSeek's checkpoints and Megatron-LM.
+
+Under tensor parallelism every rank makes the latents of all tokens alike, and has a part of the heads.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megafp8.core.tensor_parallel.mappings import gather_tokens, sum_gradient
+from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
 from megafp8.core.transformer.norm import latent_norm
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.core.transformer.rope import apply_rotary, score_scale
+from megafp8.fp8 import Linear
+from megafp8.parallel import Axis
+from megafp8.params import Init
 from megafp8.step import StepContext
 
 
@@ -28,40 +35,60 @@ class LatentAttention(nn.Module):
     def __init__(self, name: str, build: BuildContext) -> None:
         super().__init__()
         m = build.model
-        assert build.tp.size == 1, "the configuration refuses it"
-        self.heads, self.plain, self.rotated = m.num_attention_heads, m.qk_head_dim, m.qk_pos_emb_head_dim
+        self.tp, self.tokens = build.tp, build.tp if build.sequence_parallel else Axis()
+        self.heads = m.num_attention_heads // build.tp.size
+        self.plain, self.rotated = m.qk_head_dim, m.qk_pos_emb_head_dim
         self.values, self.latent = m.v_head_dim, m.kv_lora_rank
         self.recompute_core = "core_attn" in build.recompute.modules
-        remade = "layernorm" in build.recompute.modules
+        # The input norm's output is remade where it is the linears' input.
+        remade = "layernorm" in build.recompute.modules and not build.sequence_parallel
+        whole = build.whole_sequences
 
-        def linear(part: str, in_features: int, out_features: int) -> ColumnParallelLinear:
+        def down(part: str, out_features: int) -> Linear:
+            init = Init("normal", m.init_method_std)
+            spec = replicated(f"{name}.{part}.weight", (out_features, m.hidden_size), init, decay=True)
+            return Linear(
+                m.hidden_size,
+                out_features,
+                False,
+                recipe=build.recipe_of(f"{name}.{part}"),
+                weight_spec=spec,
+                params_dtype=build.dtype,
+                device=build.device,
+                name=f"{name}.{part}",
+                requantize_input=remade,
+                gemm_backend=build.gemm_backend,
+            )
+
+        def up(part: str, in_features: int, out_features: int, requantize: bool = False) -> ColumnParallelLinear:
+            std = m.init_method_std
             return ColumnParallelLinear(
                 f"{name}.{part}",
                 in_features,
                 (out_features,),
                 bias=False,
-                init_std=m.init_method_std,
-                requantize_input=remade and in_features == m.hidden_size and not part.endswith("_up"),
-                build=build,
+                init_std=std,
+                requantize_input=requantize,
+                build=whole,
             )
 
-        queries = self.heads * m.query_channels
+        queries = m.num_attention_heads * m.query_channels
         self.q_norm = self.kv_norm = None
         if m.q_lora_rank is None:
-            self.q_proj = linear("q_proj", m.hidden_size, queries)
+            self.q_proj = up("q_proj", m.hidden_size, queries, requantize=remade)
         else:
-            self.q_down = linear("q_down", m.hidden_size, m.q_lora_rank)
+            self.q_down = down("q_down", m.q_lora_rank)
             self.q_norm = latent_norm(f"{name}.q_norm", m.q_lora_rank, build) if m.qk_layernorm else None
-            self.q_up = linear("q_up", m.q_lora_rank, queries)
-        self.kv_down = linear("kv_down", m.hidden_size, self.latent + self.rotated)
+            self.q_up = up("q_up", m.q_lora_rank, queries)
+        self.kv_down = down("kv_down", self.latent + self.rotated)
         self.kv_norm = latent_norm(f"{name}.kv_norm", self.latent, build) if m.qk_layernorm else None
-        self.kv_up = linear("kv_up", self.latent, self.heads * (self.plain + self.values))
+        self.kv_up = up("kv_up", self.latent, m.num_attention_heads * (self.plain + self.values))
         self.core = CoreAttention(
             build.head_place(f"{name}.core"), m.attention_dropout, build.deterministic, score_scale(m), m.window
         )
         self.proj = RowParallelLinear(
             f"{name}.proj",
-            self.heads * self.values,
+            m.num_attention_heads * self.values,
             m.hidden_size,
             bias=m.add_bias_linear,
             init_std=build.output_std,
@@ -71,6 +98,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
+        x = gather_tokens(x, self.tokens)
         q = self._queries(x, sequences, step)
         k, v = self._keys_and_values(x, sequences, step)
         if self.recompute_core:
@@ -95,5 +123,5 @@ class LatentAttention(nn.Module):
         latent = latent.contiguous()
         up = self.kv_up(latent if self.kv_norm is None else self.kv_norm(latent), step)
         plain, v = up.view(-1, self.heads, self.plain + self.values).split((self.plain, self.values), -1)
-        shared = apply_rotary(shared[:, None], sequences.rotation, interleaved=True)
+        shared = apply_rotary(sum_gradient(shared, self.tp)[:, None], sequences.rotation, interleaved=True)
         return torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
+from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.core.transformer.norm import hidden_norm
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.fp8 import Linear
-from megafp8.params import Init, ParamSpec
+from megafp8.params import Init
 from megafp8.step import StepContext
 
 
@@ -32,7 +33,13 @@ class PredictionDepth(nn.Module):
         self.embedding_norm = hidden_norm(f"{name}.embedding_norm", build)
         self.hidden_norm = hidden_norm(f"{name}.hidden_norm", build)
         width = model.hidden_size
-        spec = ParamSpec(f"{name}.eh_proj.weight", (width, 2 * width), Init("normal", model.init_method_std), True)
+        spec = replicated(
+            f"{name}.eh_proj.weight",
+            (width, 2 * width),
+            Init("normal", model.init_method_std),
+            decay=True,
+            gradient_is_part=build.sequence_parallel,
+        )
         self.eh_proj = Linear(2 * width, width, False, weight_spec=spec, params_dtype=build.dtype, device=build.device)
         self.layer = TransformerLayer(f"{name}.layer", build, experts=model.moe_layers[-1], recomputed=self.recompute)
         self.final_norm = hidden_norm(f"{name}.final_norm", build)

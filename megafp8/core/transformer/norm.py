@@ -75,8 +75,8 @@ def head_norm(name: str, build: BuildContext) -> Norm:
 
 
 def latent_norm(name: str, size: int, build: BuildContext) -> Norm:
-    """The norm of a latent of `size` channels, which every rank has whole."""
-    return _norm(name, size, build, build.sequence_parallel)
+    """The norm of a latent of `size` channels, which every rank has whole, of all tokens."""
+    return _norm(name, size, build, False)
 
 
 def _norm(name: str, size: int, build: BuildContext, gradient_is_part: bool) -> Norm:
