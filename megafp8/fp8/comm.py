@@ -11,7 +11,7 @@ X travels in FP8 both ways, so that what is kept for backward is the local shard
 dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once.
 
 With several chunks, one chunk's rows travel while another's are multiplied. Every row's product is the same, and wgrad,
-which sums over rows, is never cut; its operand travels during dgrad.
+which sums over rows, is never cut; its operands travel during dgrad.
 """
 
 from __future__ import annotations
@@ -109,6 +109,21 @@ class CommPlan:
         """dX of the layer's input side, from the whole dY."""
         return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column")
 
+    def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:
+        """Whether `dgrad_gathering` may be used: pieces of dY must be quantized as the whole (None: not at all)."""
+        if not (self.gathers_grad_output and self.overlaps):
+            return False
+        return quantizer is None or quantizer.spec.tile.kind == "1d" or self.grad_output_in_fp8(quantizer)
+
+    def dgrad_gathering(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> tuple[Tensor, Operand]:
+        """(dX, the whole dY) from this rank's dY: while a piece is multiplied, the next ones travel."""
+        posted = [post_gather(_take(dy, piece, 1), self.axis) for piece in _pieces(_rows(dy), self.chunks)]
+        pieces, products = [], []
+        for wait in posted:
+            pieces.append(wait())
+            products.append(multiply(pieces[-1]))
+        return _joined(products, self.axis.size), _joined_operand(pieces, self.axis.size)
+
     def _exchange(self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool) -> Tensor:
         if not (gathers or sums):
             return multiply(x)
@@ -186,6 +201,15 @@ def _joined(parts: list[Tensor], ranks: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.view(ranks, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)
+
+
+def _joined_operand(parts: list[Operand], ranks: int) -> Operand:
+    """`_joined` for tensors and tensorwise storage."""
+    if isinstance(parts[0], Tensor):
+        return _joined(parts, ranks)
+    assert parts[0].tile.kind == "tensor", parts[0].tile
+    data = _joined([part.data.view(torch.uint8) for part in parts], ranks)
+    return replace(parts[0], data=data.view(parts[0].data.dtype))
 
 
 @cache

@@ -1,268 +1,24 @@
 """The one linear of megafp8: quantizes its input, multiplies in FP8, keeps one FP8 copy for backward.
 
-    fprop   Y  = Q(X) @ Q(W).T + b
-    dgrad   dX = Q(dY) @ Q(W)
-    wgrad   dW += Q(dY).T @ Q(X)          FP32, into the gradient sink's buffer
-
-Without a recipe the same function multiplies in high precision and still accumulates wgrad in FP32.
+How it does so is in linear_function.py; here are its parameters, and what it wants of the producer of its input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.formats import Scale
-from megafp8.fp8.input_spec import InputSpec, Scaling
+from megafp8.fp8.input_spec import InputSpec
+from megafp8.fp8.linear_function import LinearArgs, LinearFunction
 from megafp8.fp8.param import Weight
 from megafp8.fp8.recipe import ROLES, Recipe
-from megafp8.fp8.shards import Operand
-from megafp8.fp8.storage import Quantized, QuantizedStorage
-from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import ParamSpec, attach_spec
 from megafp8.step import Phase, ScalingHistory, StepContext
-
-
-@dataclass(frozen=True)
-class LinearArgs:
-    """What the autograd function is told besides its tensors.
-
-    name: global name of the weight, under which a history is kept. keep: whether backward may follow. dtype: of the
-    output and of dX.
-    """
-
-    weight: Weight
-    recipe: Recipe | None
-    step: StepContext | None
-    name: str | None
-    requantize_input: bool
-    comm: CommPlan
-    backend: str
-    keep: bool
-    dtype: torch.dtype
-
-    def scaling(self, role: str, *, whole: bool = False) -> Scaling:
-        """`whole`: the tensor has been gathered already."""
-        name = f"{self.name}/{role}" if self.recipe.uses_history else None
-        cut = None if whole else self.comm.cut(role)
-        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut)
-
-    @property
-    def gathers_first(self) -> bool:
-        """Whether the input is gathered in high precision, before it is quantized."""
-        return self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)
-
-    def needs(self, role: str) -> dict[str, str]:
-        return gemm.needs(self.recipe, role, self.weight.param.device)
-
-    def weight_operand(self, gemm_name: str) -> QuantizedStorage:
-        return self.weight.operand(gemm_name, self.scaling("weight").scale)
-
-
-def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
-    return quantized.rowwise if orientation == "rowwise" else quantized.colwise
-
-
-class _Linear(torch.autograd.Function):
-    """x: [M, K], high precision or QuantizedTensor. Returns [M, N] in `args.dtype`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
-        ctx.args, ctx.bias = args, bias
-        needs_wgrad = args.keep and weight.requires_grad
-        if args.recipe is None:
-            x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
-            y, kept = args.comm.fprop(x, lambda x: F.linear(x, weight.to(args.dtype), _early(bias, args))), x
-        else:
-            y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
-        if bias is not None and args.comm.sums_output:  # once, to the sum over the ranks
-            y = y + bias
-        tensors, ctx.rebuild = _to_save(kept if needs_wgrad else None)
-        # The weight is saved so that PyTorch refuses a backward after it was written to.
-        ctx.save_for_backward(weight, *tensors)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        args = ctx.args
-        weight, *kept = ctx.saved_tensors
-        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        x = ctx.rebuild(*kept)
-        run = _backward_high_precision if args.recipe is None else _backward_fp8
-        dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
-        # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
-        dw = _deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
-        db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
-        return dx, dw, db, None
-
-
-def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
-    """The tensors of what is kept, for autograd to hold, and how to put them together again (holding none)."""
-    if kept is None:
-        return (), lambda: None
-    if isinstance(kept, Tensor):
-        return (kept,), lambda x: x
-    tile, scale, orientation = kept.tile, kept.scale, kept.orientation
-    return (kept.data, kept.scale_inv), lambda data, scale_inv: QuantizedStorage(
-        data, scale_inv, tile, scale, orientation
-    )
-
-
-@dataclass(frozen=True)
-class Wgrad:
-    """dW, FP32, once it is `run`; until then it holds operands of `held_bytes`."""
-
-    run: Callable[[], Tensor]
-    held_bytes: int
-
-
-def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
-    """The bias, if this rank's product is the whole sum: then the GEMM adds it."""
-    return None if bias is None or args.comm.sums_output else bias.to(args.dtype)
-
-
-def _backward_high_precision(
-    dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Tensor | None, Wgrad | None]:
-    comm = args.comm
-    if comm.gathers_grad_output:
-        dy = comm.gather(dy)
-    arriving = _arriving_input(lambda: x, args) if needs_wgrad else None
-    dx = comm.dgrad(dy, lambda dy: dy @ weight.to(dy.dtype)) if needs_dgrad else None
-
-    def wgrad() -> Tensor:
-        full = arriving()
-        if full.is_cuda and full.dtype != torch.float32:
-            return torch.mm(dy.t(), full, out_dtype=torch.float32)
-        return dy.t().float() @ full.float()
-
-    return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None
-
-
-def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
-    """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad."""
-    if not args.comm.gathers_input or (args.recipe is not None and args.gathers_first):
-        return kept
-    return args.comm.post_gather(kept()) if args.comm.overlaps else lambda: args.comm.gather(kept())
-
-
-def _fprop_fp8(
-    x: Tensor, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
-) -> tuple[Tensor, Tensor | QuantizedStorage]:
-    """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
-    needs, comm, whole = args.needs("input"), args.comm, args.gathers_first
-    requantize = (args.requantize_input or whole) and not isinstance(x, QuantizedTensor)
-    if isinstance(x, QuantizedTensor):
-        quantized = x.quantized
-    else:
-        colwise = needs["wgrad"] == "colwise" and needs_wgrad and not requantize
-        record = args.step is not None and args.step.records
-        source = comm.gather(x) if whole else x
-        quantized = args.scaling("input", whole=whole).quantize(source, True, colwise, record=record)
-    if args.recipe.uses_history and args.step.records:
-        weight_scaling = args.scaling("weight")
-        weight_scaling.history.record(weight_scaling.name, args.weight.amax(weight_scaling.scale))
-    w = args.weight_operand("fprop")
-    early = _early(bias, args)
-    y = comm.fprop(quantized.rowwise, lambda x: gemm.fprop(x, w, early, args.dtype, args.backend), whole=whole)
-    if requantize or not needs_wgrad:
-        return y, x
-    kept = _pick(quantized, needs["wgrad"])
-    if kept is None:
-        kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
-    return y, kept
-
-
-def _backward_fp8(
-    dy: Tensor,
-    x: Tensor | QuantizedStorage | None,
-    weight: Tensor,
-    args: LinearArgs,
-    needs_dgrad: bool,
-    needs_wgrad: bool,
-) -> tuple[Tensor | None, Wgrad | None]:
-    """dX, and the wgrad task: dY is quantized once, in the orientations that the two GEMMs want.
-
-    A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
-    kept it in high precision.
-    """
-    needs = args.needs("grad_output")
-    wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
-    if not wanted:
-        return None, None
-    quantized = _quantize_grad_output(dy, args, wanted)
-    waits = needs_wgrad and args.step is not None and args.step.wgrads is not None
-    kept = _kept_input(x, args) if waits else None
-    load = (lambda: kept) if waits else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
-    arriving = _arriving_input(load, args) if needs_wgrad else None
-    dx = None
-    if needs_dgrad:
-        w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
-        dx = args.comm.dgrad(grad_output, lambda dy: gemm.dgrad(dy, w, args.dtype, args.backend))
-    if not needs_wgrad:
-        return dx, None
-    grad_output = _pick(quantized, needs["wgrad"])
-    held = grad_output.nbytes + (kept.nbytes if waits else 0)
-    return dx, Wgrad(lambda: gemm.wgrad(grad_output, arriving(), backend=args.backend), held)
-
-
-def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
-    """The whole dY, quantized in the orientations wanted."""
-    record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
-    rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
-    comm = args.comm
-    if comm.grad_output_in_fp8(args.recipe.quantizer("grad_output")):
-        shard = args.scaling("grad_output").quantize(dy, True, False, record=record)
-        row = comm.gather(shard.rowwise)
-        return Quantized(row if rowwise else None, row.flipped() if colwise else None)
-    whole = comm.gathers_grad_output
-    scaling = args.scaling("grad_output", whole=whole)
-    return scaling.quantize(comm.gather(dy) if whole else dy, rowwise, colwise, record=record)
-
-
-def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
-    """What forward kept, in the orientation that wgrad wants: of this rank's rows where they are gathered in FP8."""
-    if isinstance(x, QuantizedStorage):
-        return x
-    orientation, whole = args.needs("input")["wgrad"], args.gathers_first
-    scaling = args.scaling("input", whole=whole)
-    source = args.comm.gather(x) if whole else x
-    pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", record=False)
-    return _pick(pair, orientation)
-
-
-def _sum_rows(dy: Tensor) -> Callable[[], Tensor]:
-    return lambda: dy.sum(0, dtype=torch.float32)
-
-
-def _deliver_wgrad(param: Tensor, wgrad: Wgrad, step: StepContext | None) -> Tensor | None:
-    """Delivers dW now, or leaves that to `step.wgrads`."""
-    if step is None or step.grads is None or step.wgrads is None:
-        return _deliver(param, wgrad.run, step)
-    grads = step.grads
-
-    def run() -> None:
-        grads.buffer(param).add_(wgrad.run())
-        grads.ready(param)
-
-    step.wgrads.submit(run, wgrad.held_bytes)
-    return None
-
-
-def _deliver(param: Tensor, make: Callable[[], Tensor], step: StepContext | None) -> Tensor | None:
-    """Adds an FP32 gradient into the sink's buffer, or returns it for `.grad` in the parameter's dtype."""
-    if step is None or step.grads is None:
-        return make().to(param.dtype)
-    step.grads.buffer(param).add_(make())
-    step.grads.ready(param)
-    return None
 
 
 class Linear(nn.Module):
@@ -369,7 +125,7 @@ class Linear(nn.Module):
             keep=torch.is_grad_enabled(),
             dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
         )
-        y = _Linear.apply(x.reshape(-1, self.in_features), self.weight, self.bias, args)
+        y = LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias, args)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _step(self, step: StepContext | None) -> StepContext | None:

@@ -215,6 +215,8 @@ def test_overlap_posts_before_it_waits(pool):
         assert backward[-1] == "wait gather 4"
     for _, _, log in pool.run_on(2, parallel_linear, "row", True, "high precision", 256, 4):
         assert log.events[:4] == [f"post scatter_sum {i}" for i in range(4)]
+        backward = log.events[log.events.index("post gather 0") :]  # dY's pieces are under way before the first GEMM
+        assert backward == [f"{what} gather {i}" for what in ("post", "wait") for i in range(4)]
 
 
 ON_THE_WIRE = {
