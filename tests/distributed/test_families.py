@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.layouts import LLAMA, Layout, compare, run_layout
+from tests.distributed.layouts import LLAMA, Layout, compare, distance, run_layout
 
 EXPERTS = LLAMA | {
     "num_experts": 8,
@@ -37,7 +37,7 @@ def alone(pool_of_module):
     return {name: run_layout(pool_of_module, model, Layout(), observe=biases) for name, model in MODELS.items()}
 
 
-LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, dp=2)]
+LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, dp=2), Layout(pp=2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -51,3 +51,33 @@ def test_layout_equals_one_process(pool, alone, name, layout):
         assert all(torch.equal(bias, expected[router]) for router, bias in rank.items())
     assert {router for rank in run.extra for router in rank} == expected.keys()
     assert all(bias.abs().sum() > 0 for bias in expected.values())
+
+
+# Parts of a rank are whole tiles of 128.
+FP8 = DEEPSEEK | {
+    "hidden_size": 256,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "moe_ffn_hidden_size": 256,
+    "moe_shared_expert_intermediate_size": 256,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 64,
+    "bf16": True,
+    "fp8_format": "e4m3",
+    "num_experts": 4,
+    "global_batch_size": 2,
+}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_fp8_stays_near_one_process(pool, recipe):
+    """Sums of two halves round otherwise than a whole: near, not equal. Copies on both ranks are equal to the bit."""
+    model = FP8 | {"fp8_recipe": recipe}
+    expected = run_layout(pool, model, Layout(), 1)
+    actual = run_layout(pool, model, Layout(tp=2, sp=True), 1)
+    assert actual.losses == pytest.approx(expected.losses, rel=2e-3)
+    for name in ("layers.1.attention.kv_down.weight", "layers.1.mlp.shared_experts.fc1.weight", "mtp.0.eh_proj.weight"):
+        assert distance(actual.grads[name], expected.grads[name]) < 0.1, name
