@@ -112,6 +112,14 @@ class Axis:
             work.wait()
         return out
 
+    def post_shift(self, x: Tensor) -> tuple[Tensor, list[Work]]:
+        """Starts to send `x` to the next rank of the ring; the result, the rank before's, may be read once all works
+        are waited for."""
+        out = torch.empty_like(x)
+        there, before = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
+        sides = [dist.P2POp(dist.isend, x, there, self.group), dist.P2POp(dist.irecv, out, before, self.group)]
+        return out, dist.batch_isend_irecv(sides)
+
     def post_sum_(self, x: Tensor) -> Pending:
         """Starts `sum_`: `x` holds the sum after `wait()`."""
         if self.size == 1:
@@ -124,8 +132,14 @@ class Axis:
         if self.size == 1:
             return x, DONE
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        return out, self.post_gather_into(out, x)
+
+    def post_gather_into(self, out: Tensor, x: Tensor) -> Pending:
+        """Starts to gather the ranks' `x` in `out`, which may hold `x` in its place already."""
+        if self.size == 1:
+            return DONE
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return out, _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
+        return _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
 
     def post_scatter_sum(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Starts `scatter_sum`: the result may be read after `wait()`, and `x` must not change before."""
@@ -134,8 +148,15 @@ class Axis:
         _check_reducible(x)
         assert x.shape[0] % self.size == 0, (tuple(x.shape), self.size)
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+        return out, self.post_scatter_sum_into(out, x)
+
+    def post_scatter_sum_into(self, out: Tensor, x: Tensor) -> Pending:
+        """Starts to sum `x` over the ranks into this rank's part `out`, which may be that part of `x` itself."""
+        if self.size == 1:
+            return DONE
+        _check_reducible(x)
         collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return out, _posted(collective(out, x, op=ReduceOp.SUM, group=self.group, async_op=True))
+        return _posted(collective(out, x, op=ReduceOp.SUM, group=self.group, async_op=True))
 
 
 def _posted(work: Work | None) -> Pending:

@@ -165,11 +165,13 @@ class StateItem:
     """A tensor of some owner's state: this rank's part and its place in the global tensor.
 
     tensor: in the shape of `box`; shape: global shape; box: `()` means the whole tensor.
+    replica: other ranks hold, and save, the same elements, perhaps in other boxes.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     box: Box = ()
+    replica: bool = False
 
     def __post_init__(self) -> None:
         if not self.box:
@@ -179,3 +181,16 @@ class StateItem:
     @staticmethod
     def whole(tensor: Tensor) -> StateItem:
         return StateItem(tensor, tuple(tensor.shape))
+
+
+PART = "@"
+
+
+def part_key(name: str, number: int) -> str:
+    """The key in a state of part `number` of what a rank holds of the tensor `name`: 0 has the name itself."""
+    return name if number == 0 else f"{name}{PART}{number}"
+
+
+def name_of(key: str) -> str:
+    """The global name of a tensor, from the key of a part."""
+    return key.partition(PART)[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 from megafp8.checkpoint.boxes import pieces, slices_within
 from megafp8.checkpoint.index import Index, TensorRecord, read_index
 from megafp8.checkpoint.tensor_file import DamagedFileError, TensorReader, check_file, open_tensors
-from megafp8.params import Box, StateItem
+from megafp8.params import Box, StateItem, name_of
 
 LOSSLESS = {
     torch.bfloat16: {torch.float32, torch.float64},
@@ -41,7 +41,8 @@ def load_checkpoint(
 
     Args:
         directory: of one checkpoint (`.../iter_0000100`).
-        wanted: global name -> destination, e.g. the owners' `state()`; any device.
+        wanted: global name (of several parts: `params.part_key`) -> destination, e.g. the owners' `state()`; any
+            device.
         optional: prefixes of names that the checkpoint may lack; what it lacks is left untouched.
         ignored: prefixes of names that the checkpoint may have without being wanted.
         elsewhere: names that other ranks want, such as those of other pipeline stages.
@@ -55,8 +56,10 @@ def load_checkpoint(
     """
     index = read_index(directory)
     _check_names(directory, index, wanted, optional, ignored, elsewhere)
-    found = {name: item for name, item in wanted.items() if name in index.tensors}
-    plan = [read for name, item in found.items() for read in _plan(directory, name, item, index, allow_narrowing)]
+    found = {key: item for key, item in wanted.items() if name_of(key) in index.tensors}
+    plan = [
+        read for key, item in found.items() for read in _plan(directory, name_of(key), item, index, allow_narrowing)
+    ]
     files = sorted({read.file for read in plan})
     for file in files:
         check_regular(directory, file)
@@ -136,8 +139,9 @@ def _check_names(
     ignored: Sequence[str],
     elsewhere: Collection[str],
 ) -> None:
-    missing = [n for n in wanted if n not in index.tensors and not n.startswith(tuple(optional))]
-    known = {*wanted, *elsewhere}
+    missing = {name_of(key) for key in wanted} - index.tensors.keys()
+    missing = [n for n in sorted(missing) if not n.startswith(tuple(optional))]
+    known = {name_of(key) for key in (*wanted, *elsewhere)}
     unexpected = [n for n in index.tensors if n not in known and not n.startswith(tuple(ignored))]
     if missing:
         raise ValueError(f"{directory} lacks {_some(missing)}")

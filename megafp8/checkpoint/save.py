@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ from megafp8.checkpoint.index import (
 from megafp8.checkpoint.ranks import Held, exchange, share_out, together
 from megafp8.checkpoint.tensor_file import FileRecord, write_bytes, write_tensors
 from megafp8.parallel import ParallelContext
-from megafp8.params import StateItem
+from megafp8.params import StateItem, name_of
 
 log = logging.getLogger(__name__)
 ONE_RANK = ParallelContext()
@@ -61,7 +62,8 @@ def save_checkpoint(
     Every rank calls it. Killed at any moment, it leaves every checkpoint that was complete before, or the new one.
 
     Args:
-        items: global name -> this rank's part of a tensor, from the owners' `state()`; names are `<group>/...`.
+        items: global name -> this rank's part of a tensor, from the owners' `state()`; names are `<group>/...`. More
+            parts of the same tensor have keys of their own (`params.part_key`).
         metadata: JSON values for run.json (arguments, consumed samples and tokens, tokenizer, schedule, data state);
             the iteration and library versions are added; rank 0's counts.
         retain_interval: delete the checkpoint that was the latest before, unless its iteration is a multiple of this.
@@ -99,11 +101,17 @@ def _prepare(save: Path, partial: Path) -> int | None:
 
 def share_of(items: Mapping[str, StateItem], parallel: ParallelContext) -> dict[str, StateItem]:
     """The items that this rank writes, of those it holds."""
-    mine = [Held(name, item.box, item.tensor.numel() * item.tensor.element_size()) for name, item in items.items()]
+    items = {key: item for key, item in items.items() if not item.replica and not _is_nothing(item)}
+    mine = [Held(name_of(key), item.box, item.tensor.nbytes) for key, item in items.items()]
     everyone = exchange(parallel, mine)
     held = [[Held(name, tuple(map(tuple, box)), size) for name, box, size in parts] for parts in everyone]
     share = share_out(held)[parallel.rank]
-    return {name: item for name, item in items.items() if (name, item.box) in share}
+    return {key: item for key, item in items.items() if (name_of(key), item.box) in share}
+
+
+def _is_nothing(item: StateItem) -> bool:
+    """Whether a rank holds no element of a tensor that has some."""
+    return item.tensor.numel() == 0 and math.prod(item.shape) > 0
 
 
 def write_rank_files(directory: Path, rank: int, items: Mapping[str, StateItem]) -> Index:
@@ -116,8 +124,10 @@ def write_rank_files(directory: Path, rank: int, items: Mapping[str, StateItem])
     for group, members in sorted(groups.items()):
         file = f"{group}-{rank:05d}.safetensors"
         files[file] = write_tensors(directory / file, {name: item.tensor for name, item in members.items()})
-        for name, item in members.items():
-            tensors[name] = TensorRecord(item.tensor.dtype, tuple(item.shape), (Part(file, name, item.box),))
+        for key, item in members.items():
+            record = tensors.get(name_of(key))
+            parts = (*(record.parts if record else ()), Part(file, key, item.box))
+            tensors[name_of(key)] = TensorRecord(item.tensor.dtype, tuple(item.shape), parts)
     return Index(files, tensors)
 
 

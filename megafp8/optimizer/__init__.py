@@ -1,7 +1,8 @@
 """Gradient buffers, AdamW on FP32 masters, norms and clipping, and the schedule of learning rate and decay."""
 
-from megafp8.optimizer.buffers import GradBuffers, Group
-from megafp8.optimizer.optimizer import AdamWOptions, Optimizer, StepStats, build_optimizer
+from megafp8.optimizer.buffers import GradBuffers
+from megafp8.optimizer.layout import Group
+from megafp8.optimizer.optimizer import AdamWOptions, Optimizer, Sharding, StepStats, build_optimizer
 from megafp8.optimizer.schedule import Schedule, build_schedule, resume_schedule, schedule_to_json
 from megafp8.optimizer.weights import ModelWeights
 
@@ -12,6 +13,7 @@ __all__ = [
     "ModelWeights",
     "Optimizer",
     "Schedule",
+    "Sharding",
     "StepStats",
     "build_optimizer",
     "build_schedule",

@@ -1,103 +1,26 @@
-"""Flat FP32 gradient buffers: where every weight gradient is accumulated.
+"""Flat FP32 gradient buffers: where every weight gradient is accumulated, and how buckets of them are reduced.
 
-Parameters are laid out in one flat buffer for each (dtype, expert or not): one reduction, one gather and one fused
-update serve the whole buffer. Masters and moments are laid out alike, so an element has the same offset in all of
-them. `plan_layouts` is a pure function of what it is told about the parameters; `GradBuffers` is the `GradSink` that
-the code below the optimizer sees.
+`GradBuffers` is the `GradSink` that the code below the optimizer sees. A bucket is reduced when backward is over, or,
+overlapped, as soon as all its gradients of the step's last microbatch are there. Buckets leave in one order, the same
+on all ranks, whatever the order in which gradients get ready on each.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megafp8.parallel import Axis
+from megafp8.optimizer.layout import Bucket, BufferLayout, Entry, Group, Shard
+from megafp8.parallel import Axis, Pending
 from megafp8.params import ParamSpec, spec_of
-
-ALIGNMENT = 64
-"""Elements that every parameter's offset is a multiple of: 256 bytes in FP32, 64 in FP8."""
-
-
-class Group(NamedTuple):
-    """What an update treats alike. decay: weight decay applies; decoupled: follows --decoupled-lr."""
-
-    decay: bool
-    decoupled: bool = False
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the layout needs to know of one parameter; `numel` counts the local tensor, padding included."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-    expert: bool
-    group: Group
-
-
-class Slot(NamedTuple):
-    """One parameter's elements `start:stop` of a buffer."""
-
-    name: str
-    start: int
-    stop: int
-
-
-class Segment(NamedTuple):
-    """A run of a buffer whose parameters share a group; the gaps left by alignment belong to it and stay zero."""
-
-    group: Group
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class BufferLayout:
-    """One flat buffer. slots: in the order of offsets; segments: cover `0:numel` without a gap."""
-
-    dtype: torch.dtype
-    expert: bool
-    numel: int
-    slots: tuple[Slot, ...]
-    segments: tuple[Segment, ...]
-
-
-def plan_layouts(entries: Iterable[Entry]) -> tuple[BufferLayout, ...]:
-    """The buffers of these parameters: one a (dtype, expert), inside it by group, then by global name.
-
-    Pure and independent of the order of `entries`. The order within a buffer is chosen here and nowhere else: once
-    buckets overlap with backward it becomes the order in which gradients get ready.
-    """
-    buffers: dict[tuple[str, bool], list[Entry]] = {}
-    for entry in entries:
-        buffers.setdefault((str(entry.dtype), entry.expert), []).append(entry)
-    return tuple(_plan_buffer(buffers[key]) for key in sorted(buffers))
-
-
-def _plan_buffer(entries: list[Entry]) -> BufferLayout:
-    slots: list[Slot] = []
-    segments: list[Segment] = []
-    offset = 0
-    for entry in sorted(entries, key=lambda e: (not e.group.decay, e.group.decoupled, e.name)):
-        slots.append(Slot(entry.name, offset, offset + entry.numel))
-        end = offset + math.ceil(entry.numel / ALIGNMENT) * ALIGNMENT
-        if segments and segments[-1].group == entry.group:
-            segments[-1] = segments[-1]._replace(stop=end)
-        else:
-            segments.append(Segment(entry.group, offset, end))
-        offset = end
-    return BufferLayout(entries[0].dtype, entries[0].expert, offset, tuple(slots), tuple(segments))
 
 
 class FlatState:
-    """One FP32 tensor an element of every buffer: gradients, masters, or a moment; zero at first.
+    """One FP32 tensor an element of every buffer; zero at first.
 
     flats: one flat tensor a layout. views: global name -> view in the parameter's local shape.
     """
@@ -116,18 +39,56 @@ class FlatState:
             flat.zero_()
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed over the ranks that hold the same parameters.
+
+    replicas, experts: those ranks, for parameters outside the experts and for theirs. overlap: while backward goes on.
+    in_bf16: buckets travel rounded to BF16.
+    """
+
+    replicas: Axis = Axis()
+    experts: Axis = Axis()
+    overlap: bool = False
+    in_bf16: bool = False
+
+    def axis(self, layout: BufferLayout) -> Axis:
+        return self.experts if layout.expert else self.replicas
+
+
 class GradBuffers:
     """The optimizer's `GradSink`: FP32 views that wgrads are added into, and the count of gradients that arrived.
 
     A linear adds its weight gradient into `buffer(param)` itself and says `ready(param)`. Every other gradient comes
     from autograd: a hook adds `.grad` in FP32, drops it, and says `ready`.
+
+    After `finish()` each rank's shards hold the sums, and `state.views` does where buffers are not sharded.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], layouts: tuple[BufferLayout, ...], device: torch.device):
-        self.layouts = layouts
-        self.state = FlatState(layouts, {name: tuple(p.shape) for name, p in params.items()}, device)
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        shards: Sequence[Shard],
+        device: torch.device,
+        reduction: Reduction = Reduction(),
+    ):
+        self.shards = tuple(shards)
+        self.layouts = tuple(shard.layout for shard in self.shards)
+        self.reduction = reduction
+        self.state = FlatState(self.layouts, {name: tuple(p.shape) for name, p in params.items()}, device)
         self._params = dict(params)
         self._ready: Counter[str] = Counter()
+        self._expected: int | None = None
+        self._queue = launch_order(self.layouts)
+        self._bucket_of = {
+            slot.name: (number, bucket)
+            for number, bucket in self._queue
+            for slot in self.layouts[number].slots
+            if bucket.start <= slot.start < bucket.stop or slot.start == slot.stop == bucket.start
+        }
+        self._missing: Counter[tuple[int, Bucket]] = Counter()
+        self._launched = 0
+        self._travelling: list[tuple[Tensor, Tensor, Pending]] = []
         for param in self._params.values():
             param.register_post_accumulate_grad_hook(self._take_autograd_grad)
 
@@ -136,18 +97,28 @@ class GradBuffers:
         return self.state.views[spec_of(param).name]
 
     def ready(self, param: Tensor) -> None:
-        """Counts one microbatch's gradient of `param`; buckets are launched from here once they overlap."""
-        self._ready[spec_of(param).name] += 1
+        """Counts one microbatch's gradient of `param`; the last one of a bucket may send it off."""
+        name = spec_of(param).name
+        self._ready[name] += 1
+        if self._expected is not None and self._ready[name] == self._expected:
+            self._missing[self._bucket_of[name]] -= 1
+            self._launch_complete()
 
-    def zero(self) -> None:
-        """Zeroes all gradients and counts, before the first microbatch of a step."""
+    def zero(self, microbatches: int | None = None) -> None:
+        """Zeroes all gradients and counts, before the first microbatch of a step.
+
+        microbatches: how many gradients of each parameter will come; None: unknown, buckets wait for `finish()`.
+        """
         self.state.zero()
         self._ready.clear()
+        self._launched = 0
+        self._expected = microbatches if self.reduction.overlap else None
+        self._missing = Counter(self._bucket_of.values())
 
     def sum_partial(self, specs: Mapping[str, ParamSpec], axis_name: str, axis: Axis) -> None:
         """Sums, over one axis and in one message, the gradients of which each of its ranks has only a part.
 
-        specs: of all parameters by name; `grad_sum_over` says which gradients those are.
+        specs: of all parameters by name; `grad_sum_over` says which gradients those are. Before `finish()`.
         """
         partial = [self.state.views[name] for name in sorted(specs) if axis_name in specs[name].grad_sum_over]
         if axis.size == 1 or not partial:
@@ -156,13 +127,24 @@ class GradBuffers:
         for view, total in zip(partial, packed.split([view.numel() for view in partial]), strict=True):
             view.copy_(total.view_as(view))
 
-    def sum_replicas(self, replicas: Axis, expert_replicas: Axis) -> None:
-        """Sums every gradient over the ranks that hold the same parameter: one FP32 all-reduce a buffer.
+    def finish(self) -> None:
+        """Reduces the buckets that have not left yet, and waits for all. A step calls it once, after backward.
 
         A parameter without a gradient takes part with zeros, so no rank waits for another.
         """
-        for layout, flat in zip(self.layouts, self.state.flats, strict=True):
-            (expert_replicas if layout.expert else replicas).sum_(flat)
+        for number, bucket in self._queue[self._launched :]:
+            self._launch(number, bucket)
+        self._launched = len(self._queue)
+        self._expected = None
+        for own, sent, pending in self._travelling:
+            pending.wait()
+            if own.dtype != sent.dtype:
+                own.copy_(sent)
+        self._travelling.clear()
+
+    def parts(self) -> list[list[Tensor]]:
+        """For each buffer the views that hold this rank's shards of the sums, in the order of its state."""
+        return [shard.parts(flat) for shard, flat in zip(self.shards, self.state.flats, strict=True)]
 
     def ready_count(self, name: str) -> int:
         """How many gradients of the parameter have arrived since `zero()`."""
@@ -171,6 +153,28 @@ class GradBuffers:
     def unready(self) -> list[str]:
         """Global names of the parameters for which no gradient has arrived since `zero()`."""
         return sorted(name for name in self._params if not self._ready[name])
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._queue):
+            number, bucket = self._queue[self._launched]
+            if self.layouts[number].partial or self._missing[number, bucket] > 0:
+                return
+            self._launch(number, bucket)
+            self._launched += 1
+
+    @torch.no_grad()
+    def _launch(self, number: int, bucket: Bucket) -> None:
+        layout, axis = self.layouts[number], self.reduction.axis(self.layouts[number])
+        if axis.size == 1 or bucket.start == bucket.stop:
+            return
+        whole = self.state.flats[number][bucket.start : bucket.stop]
+        own = self.state.flats[number][layout.share(bucket, self.shards[number].rank)]
+        sent = whole.bfloat16() if self.reduction.in_bf16 else whole
+        if layout.shards == 1:
+            self._travelling.append((own, sent, axis.post_sum_(sent)))
+        else:
+            out = torch.empty_like(own, dtype=sent.dtype) if self.reduction.in_bf16 else own
+            self._travelling.append((own, out, axis.post_scatter_sum_into(out, sent)))
 
     @torch.no_grad()
     def _take_autograd_grad(self, param: Tensor) -> None:
@@ -181,5 +185,23 @@ class GradBuffers:
         self.ready(param)
 
 
-def entry_of(spec: ParamSpec, param: Tensor, group: Group) -> Entry:
-    return Entry(spec.name, param.numel(), param.dtype, spec.expert, group)
+def launch_order(layouts: Sequence[BufferLayout]) -> list[tuple[int, Bucket]]:
+    """(number of the buffer, bucket) in the one order in which all ranks reduce them.
+
+    By when the last gradient of a bucket gets ready; partial ones, which are complete only after backward, come last.
+    """
+    every = [(number, bucket) for number, layout in enumerate(layouts) for bucket in layout.buckets]
+    return sorted(every, key=lambda item: (layouts[item[0]].partial, item[1].order, item[0], item[1].start))
+
+
+def entry_of(
+    spec: ParamSpec,
+    param: Tensor,
+    group: Group,
+    *,
+    dtype: torch.dtype | None = None,
+    partial: bool = False,
+    order: int = 0,
+) -> Entry:
+    """dtype: that the parameter is stored in, if not its own."""
+    return Entry(spec.name, param.numel(), dtype or param.dtype, spec.expert, group, partial, order)

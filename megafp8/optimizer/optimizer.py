@@ -2,13 +2,12 @@
 
 A step: gradient norm, clip coefficient and skip flag as device scalars -> one AdamW update a buffer segment -> the
 new weights, rounded from the masters. The host waits for nothing. Every data-parallel rank holds all masters of its
-model part and makes the same step from the same reduced gradients; sharding cuts the flat buffers and leaves the rest
-as it is.
+model part, or with --use-distributed-optimizer (ZeRO-1) its shards of them; the step is the same, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +15,14 @@ from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.optimizer.adamw import adamw_, step_scalars
-from megafp8.optimizer.buffers import BufferLayout, FlatState, GradBuffers, Group, entry_of, plan_layouts
-from megafp8.optimizer.norm import clip_coefficient, l2_norm, num_zeros
+from megafp8.optimizer.buffers import GradBuffers, Reduction, entry_of
+from megafp8.optimizer.layout import BUCKET_ELEMENTS, BufferLayout, Entry, Group, Shard, plan_layouts
+from megafp8.optimizer.norm import Measure, clip_coefficient
+from megafp8.optimizer.shards import ShardState
 from megafp8.optimizer.stages import StageNames
-from megafp8.optimizer.weights import ModelWeights
+from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish, wait_for
 from megafp8.parallel import ParallelContext
-from megafp8.params import ParamSpec, StateItem, initial_value, unpadded
+from megafp8.params import ParamSpec, StateItem, initial_value
 
 PREFIX = "optimizer/"
 """Global names of the optimizer's state: `optimizer/{master,exp_avg,exp_avg_sq}/<parameter>`, `optimizer/step`."""
@@ -53,6 +54,38 @@ class AdamWOptions:
     clip_grad: float = 1.0
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """What data-parallel ranks share, and how they exchange it.
+
+    distributed: each holds a shard of masters and moments. overlap_reduce: gradients are reduced during backward.
+    reduce_in_bf16: they travel rounded to BF16. bucket_elements: see `plan_layouts`, where something overlaps.
+    """
+
+    distributed: bool = False
+    overlap_reduce: bool = False
+    reduce_in_bf16: bool = False
+    bucket_elements: int = BUCKET_ELEMENTS
+
+    @staticmethod
+    def of(config: Config) -> Sharding:
+        return Sharding(
+            distributed=config.optimizer.use_distributed_optimizer,
+            overlap_reduce=config.parallel.overlap_grad_reduce,
+        )
+
+    def plan(self, entries: Iterable[Entry], parallel: ParallelContext) -> tuple[BufferLayout, ...]:
+        return plan_layouts(
+            entries,
+            shards=parallel.dp_cp.size if self.distributed else 1,
+            expert_shards=parallel.edp.size if self.distributed else 1,
+            bucket_elements=self.bucket_elements if self.overlap_reduce else None,
+        )
+
+    def reduction(self, parallel: ParallelContext) -> Reduction:
+        return Reduction(parallel.dp_cp, parallel.edp, self.overlap_reduce, self.reduce_in_bf16)
+
+
 class Optimizer:
     """Owns masters, moments, gradient buffers and the step count. Made by `build_optimizer`."""
 
@@ -64,7 +97,9 @@ class Optimizer:
         seed: int,
         decoupled: frozenset[str] = frozenset(),
         parallel: ParallelContext | None = None,
+        sharding: Sharding = Sharding(),
     ):
+        """params: in the order in which the model uses them, where gradients are to be reduced during backward."""
         self.parallel = parallel or ParallelContext()
         self.weights = ModelWeights(params)
         self.options = options
@@ -75,33 +110,50 @@ class Optimizer:
         self._stages = StageNames.of(self._specs, self.parallel.pp)
         self._groups = {name: Group(spec.decay, name in decoupled) for name, spec in self._specs.items()}
         self._device = next(iter(trained.values())).device
-        self.layouts: tuple[BufferLayout, ...] = plan_layouts(
-            entry_of(spec, trained[name], self._groups[name]) for name, spec in self._specs.items()
+        self.layouts: tuple[BufferLayout, ...] = sharding.plan(self._entries(trained), self.parallel)
+        axes = [self.parallel.edp if layout.expert else self.parallel.dp_cp for layout in self.layouts]
+        self.shards = tuple(
+            Shard(layout, axis.rank if layout.shards > 1 else 0)
+            for layout, axis in zip(self.layouts, axes, strict=True)
         )
-        self.grads = GradBuffers(trained, self.layouts, self._device)
         shapes = {name: tuple(param.shape) for name, param in trained.items()}
         self.masters, self.exp_avg, self.exp_avg_sq = (
-            FlatState(self.layouts, shapes, self._device) for _ in ("master", "exp_avg", "exp_avg_sq")
+            ShardState(self.shards, shapes, self._device) for _ in ("master", "exp_avg", "exp_avg_sq")
         )
+        self._seed_masters(seed)
+        self._flat_weights = [FlatWeights(trained, *pair) for pair in zip(self.shards, axes, strict=True)]
+        self.grads = GradBuffers(trained, self.shards, self._device, sharding.reduction(self.parallel))
+        self._measure = Measure(self.shards, self._specs, self.parallel, self._device, self._stages.counted_before)
         self.step_count = torch.zeros((), dtype=torch.int64, device=self._device)
         self.skipped_count = torch.zeros((), dtype=torch.int64, device=self._device)
-        for name, spec in self._specs.items():
-            self.masters.views[name].copy_(initial_value(spec, seed))
+
+    def _entries(self, trained: Mapping[str, nn.Parameter]) -> Iterator[Entry]:
+        """Gradients get ready in the opposite order of use."""
+        for order, (name, param) in enumerate(reversed(trained.items())):
+            spec = self._specs[name]
+            partial = bool(spec.grad_sum_over) or name in self._stages.shared
+            yield entry_of(spec, param, self._groups[name], partial=partial, order=order)
+
+    def _seed_masters(self, seed: int) -> None:
+        """From `initial_value`, a parameter at a time; a rank draws only those that it holds some of."""
+        for piece, master in self.masters.pieces():
+            value = initial_value(self._specs[piece.name], seed)
+            master.copy_(value.view(-1)[piece.start : piece.stop])
 
     def groups(self) -> dict[str, Group]:
         """Global name -> group, in the order of names."""
         return dict(self._groups)
 
-    def zero_grad(self) -> None:
-        """Call before the first microbatch of a step."""
-        self.grads.zero()
+    def zero_grad(self, microbatches: int | None = None) -> None:
+        """Call before the first microbatch of a step; their number lets reductions overlap with the last backward."""
+        self.grads.zero(microbatches)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums the gradients over the ranks that each have a part; call once, after the last microbatch of a step."""
         self._stages.sum_shared(self.grads.state.views)
         self.grads.sum_partial(self._specs, "tp", self.parallel.tp)
-        self.grads.sum_replicas(self.parallel.dp_cp, self.parallel.edp)
+        self.grads.finish()
 
     @torch.no_grad()
     def step(
@@ -129,23 +181,31 @@ class Optimizer:
         """
         valid = self._scalar(valid_tokens)
         divisor = valid.clamp(min=1)
-        norm = l2_norm(self.grads.state.views, self._specs, self.parallel.tp, self._stages) / divisor
-        nan = ~torch.isfinite(norm)
-        if loss is not None:
-            nan |= ~torch.isfinite(loss.to(self._device)) & (valid > 0)
-        nan = self.parallel.everyone.max_(nan.int()).bool()  # all ranks skip, or none
+        bad = None if loss is None else ~torch.isfinite(loss.to(self._device)) & (valid > 0)
+        parts = self.grads.parts()
+        norm, nan = self._measure.norm(parts, bad)  # all ranks skip, or none
+        norm = norm / divisor
         grad_scale = clip_coefficient(norm, self.options.clip_grad) / divisor
         self.step_count += ~nan
         self.skipped_count += nan
         self._update(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, grad_scale, skip=nan)
-        self.weights.write(self.masters.views)
+        self.write_weights()
         return StepStats(
             grad_norm=norm,
             nan=nan,
             skipped=nan.clone(),
-            num_zeros=self._num_zeros() if with_num_zeros else None,
+            num_zeros=self._measure.num_zeros(parts) if with_num_zeros else None,
             params_norm=self.params_norm() if with_params_norm else None,
         )
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Writes the weights from the masters, on all ranks together."""
+        pending = []
+        for weights, masters in zip(self._flat_weights, self.masters.flats, strict=True):
+            pending += weights.write(masters)
+        wait_for(pending)
+        publish(param for weights in self._flat_weights for param in weights.params)
 
     def _scalar(self, value: Tensor | int) -> Tensor:
         """As FP64 on the device; a number is filled in there, since a copy would wait for the device."""
@@ -155,19 +215,17 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """FP64 scalar: L2 norm of the masters."""
-        return l2_norm(self.masters.views, self._specs, self.parallel.tp, self._stages)
-
-    def _num_zeros(self) -> Tensor:
-        return num_zeros(self.grads.state.views, self._specs, self.parallel.tp, self._stages)
+        return self._measure.norm(self.masters.parts())[0]
 
     def _update(self, lr: float, decoupled_lr: float, weight_decay: float, grad_scale: Tensor, *, skip: Tensor) -> None:
         o = self.options
         scalars = step_scalars(self.step_count, grad_scale, skip, beta1=o.beta1, beta2=o.beta2)
-        state = (self.masters, self.exp_avg, self.exp_avg_sq, self.grads.state)
-        for layout, *flats in zip(self.layouts, *(s.flats for s in state), strict=True):
-            for group, start, stop in layout.segments:
+        states = (self.masters.flats, self.exp_avg.flats, self.exp_avg_sq.flats, self.grads.state.flats)
+        for shard, *flats, grads in zip(self.shards, *states, strict=True):
+            for group, start, stop, local in shard.runs:
                 adamw_(
-                    *(flat[start:stop] for flat in flats),
+                    *(flat[local : local + stop - start] for flat in flats),
+                    grads[start:stop],
                     scalars,
                     lr=decoupled_lr if group.decoupled else lr,
                     weight_decay=weight_decay if group.decay else 0.0,
@@ -177,12 +235,10 @@ class Optimizer:
                 )
 
     def state(self) -> dict[str, StateItem]:
-        """Masters and moments (FP32, without vocabulary padding) and counts; the tensors are views, not copies."""
-        items = {
-            f"{PREFIX}{kind}/{name}": StateItem(unpadded(values.views[name], spec), spec.shape, spec.box)
-            for kind, values in self._flat_states().items()
-            for name, spec in self._specs.items()
-        }
+        """This rank's masters and moments (FP32, without vocabulary padding) and counts; views, not copies."""
+        items = {}
+        for kind, values in self._shard_states().items():
+            items |= values.state(f"{PREFIX}{kind}/", self._specs, self._stages.counted_before)
         items[PREFIX + "step"] = StateItem.whole(self.step_count)
         items[PREFIX + "skipped_steps"] = StateItem.whole(self.skipped_count)
         return items
@@ -192,19 +248,29 @@ class Optimizer:
         """Takes what `state()` gave (FP32; KeyError when one is missing) and writes the weights from the masters."""
         for key, item in self.state().items():
             item.tensor.copy_(tensors[key])
-        self.weights.write(self.masters.views)
+        self.write_weights()
 
     @torch.no_grad()
     def reset_from_weights(self) -> None:
         """Starts afresh from weights that were loaded alone: masters are the weights, moments and counts zero."""
-        for name, master in self.masters.views.items():
-            master.copy_(self.weights.high_precision(name))
+        for piece, master in self.masters.pieces():
+            master.copy_(self.weights.high_precision(piece.name).reshape(-1)[piece.start : piece.stop])
         for values in (self.exp_avg, self.exp_avg_sq):
             values.zero()
         self.step_count.zero_()
         self.skipped_count.zero_()
 
-    def _flat_states(self) -> dict[str, FlatState]:
+    def gradients(self) -> dict[str, StateItem]:
+        """Global name -> this rank's shards of the reduced gradients (copies), as `state()` gives masters."""
+        copies = ShardState(
+            self.shards, {name: tuple(self._specs[name].local_shape) for name in self._specs}, self._device
+        )
+        for mine, theirs in zip(copies.parts(), self.grads.parts(), strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                a.copy_(b)
+        return copies.state("", self._specs)
+
+    def _shard_states(self) -> dict[str, ShardState]:
         return {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
@@ -215,13 +281,15 @@ def build_optimizer(
     *,
     decoupled: frozenset[str] = frozenset(),
 ) -> Optimizer:
-    """The optimizer of `named_specs(model)`; masters start from `initial_value`, never from a rounded weight.
+    """The optimizer of a model's parameters; masters start from `initial_value`, never from a rounded weight.
 
     Args:
-        params: every parameter of the model; those that require no gradient are only saved and loaded.
+        params: every parameter of the model, in the order of their use; those that require no gradient are only saved
+            and loaded.
         decoupled: global names of the parameters that follow --decoupled-lr.
 
     """
     o = config.optimizer
     options = AdamWOptions(beta1=o.adam_beta1, beta2=o.adam_beta2, eps=o.adam_eps, clip_grad=o.clip_grad)
-    return Optimizer(params, options, seed=config.train.seed, decoupled=decoupled, parallel=parallel)
+    sharding = Sharding.of(config)
+    return Optimizer(params, options, seed=config.train.seed, decoupled=decoupled, parallel=parallel, sharding=sharding)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megafp8.parallel import Axis
@@ -36,19 +35,10 @@ class StageNames:
             shared |= dict.fromkeys([name] * len(others), *others)
         return StageNames(axis, tuple(sorted({name for names in stages for name in names})), own, shared)
 
-    def whole(self, values: Tensor) -> Tensor:
-        """A number of each of this stage's parameters, in order, as the vector of all parameters' numbers.
-
-        What two stages hold counts on the first of them, unless it is not finite.
-        """
-        if self.axis.size == 1:
-            return values
-        repeated = torch.tensor([self.shared.get(name, self.axis.size) < self.axis.rank for name in self.own])
-        values = torch.where(repeated.to(values.device) & values.isfinite(), torch.zeros_like(values), values)
-        place = {name: i for i, name in enumerate(self.names)}
-        every = torch.zeros(len(self.names), dtype=values.dtype, device=values.device)
-        every[torch.tensor([place[name] for name in self.own], device=values.device)] = values
-        return self.axis.sum_(every)
+    @property
+    def counted_before(self) -> frozenset[str]:
+        """Names of this stage's parameters that an earlier stage holds too, and counts."""
+        return frozenset(name for name, stage in self.shared.items() if stage < self.axis.rank)
 
     def sum_shared(self, views: Mapping[str, Tensor]) -> None:
         """Adds up, in place, what two stages have of the same parameter; both then have the same bits."""

@@ -1,18 +1,21 @@
 """The model's weights as the optimizer and checkpoints write them.
 
-A weight that `fp8` owns (`param.owner`, an `fp8.param.Weight`) is written with `write_shard()` and announced with
-`publish()`, which drops every derived FP8 copy; any other parameter is overwritten in place, rounded to its dtype.
-Steps and loads both write here, so no path can leave a stale copy.
+Trained weights are views of flat buffers, laid out as their gradients: a step rounds this rank's shards of the masters
+into them, and gathers the others' in place. A weight that `fp8` owns (`param.owner`, an `fp8.param.Weight`) is then
+announced with `publish()`, which drops every derived FP8 copy. Loads write whole parameters and announce them alike, so
+no path can leave a stale copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megafp8.fp8.param import Weight, share_amaxes
+from megafp8.optimizer.layout import Bucket, Shard
+from megafp8.parallel import Axis, Pending
 from megafp8.params import ParamSpec, StateItem, unpadded
 
 PREFIX = "model/"
@@ -31,18 +34,13 @@ class ModelWeights:
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Writes FP32 values in the parameters' local shapes, then publishes them together."""
-        owners = []
         for name, value in values.items():
-            param = self.params[name]
-            owner = getattr(param, "owner", None)
+            owner = getattr(self.params[name], "owner", None)
             if owner is None:
-                param.copy_(value)
+                self.params[name].copy_(value)
             else:
                 owner.write_shard(value)
-                owners.append(owner)
-        for owner in owners:
-            owner.publish()
-        share_amaxes(owner for owner in owners if isinstance(owner, Weight))
+        publish(self.params[name] for name in values)
 
     def high_precision(self, name: str) -> Tensor:
         """The parameter's value in its compute dtype and local shape, not to be written to."""
@@ -64,3 +62,50 @@ class ModelWeights:
             values[name] = torch.zeros(spec.local_shape, dtype=param.dtype, device=param.device)
             unpadded(values[name], spec).copy_(tensors[PREFIX + name])
         self.write(values)
+
+
+def publish(params: Iterable[nn.Parameter]) -> None:
+    """Announces that the parameters were written: their owners drop what they derived from them."""
+    owners = [param.owner for param in params if getattr(param, "owner", None) is not None]
+    for owner in owners:
+        owner.publish()
+    share_amaxes(owner for owner in owners if isinstance(owner, Weight))
+
+
+class FlatWeights:
+    """The high-precision weights of one flat buffer: the parameters become views of it.
+
+    axis: the ranks that share the buffer's buckets.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], shard: Shard, axis: Axis):
+        self.shard, self.axis = shard, axis
+        first = next(iter(params.values()))
+        self.flat = torch.zeros(shard.layout.numel, dtype=shard.layout.dtype, device=first.device)
+        self.params = [params[slot.name] for slot in shard.layout.slots]
+        with torch.no_grad():
+            for slot, param in zip(shard.layout.slots, self.params, strict=True):
+                view = self.flat[slot.start : slot.stop].view(param.shape)
+                param.data = view.copy_(param)
+
+    @torch.no_grad()
+    def write(self, masters: Tensor) -> list[tuple[Bucket, Pending]]:
+        """Rounds this rank's shards of the masters (flat) into the buffer and starts to gather the other ranks'.
+
+        Returns the buckets with what to wait for before their weights may be read.
+        """
+        for run in self.shard.ranges:
+            self.flat[run.start : run.stop].copy_(masters[run.local : run.local + run.stop - run.start])
+        for param in self.params:
+            torch.autograd.graph.increment_version(param)  # writing to the buffer doesn't count as writing to a view
+        return [(bucket, self._gather(bucket)) for bucket in reversed(self.shard.layout.buckets)]
+
+    def _gather(self, bucket: Bucket) -> Pending:
+        own = self.flat[self.shard.layout.share(bucket, self.shard.rank)]
+        axis = self.axis if self.shard.layout.shards > 1 and bucket.start < bucket.stop else Axis()
+        return axis.post_gather_into(self.flat[bucket.start : bucket.stop], own)
+
+
+def wait_for(pending: Sequence[tuple[Bucket, Pending]]) -> None:
+    for _, one in pending:
+        one.wait()

@@ -20,7 +20,7 @@ import torch
 
 from megafp8.config import Config
 from megafp8.fp8 import gemm
-from megafp8.optimizer.buffers import Entry, Group, plan_layouts
+from megafp8.optimizer.layout import Entry, Group, plan_layouts
 from megafp8.plan.activations import Activation, activations, peak_extra, quantized_bytes
 from megafp8.plan.shapes import linears, parameters
 

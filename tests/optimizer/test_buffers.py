@@ -1,62 +1,9 @@
-"""Layout of the flat buffers, and how gradients get into them."""
+"""How gradients get into the flat buffers."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megafp8.optimizer.buffers import ALIGNMENT, Entry, Group, plan_layouts
 from tests.optimizer.helpers import make_optimizer, make_param, make_params
-
-ENTRIES = st.lists(
-    st.tuples(
-        st.integers(0, 1000),
-        st.sampled_from([torch.bfloat16, torch.float32]),
-        st.booleans(),
-        st.booleans(),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=20,
-).map(lambda rows: [Entry(f"p{i}", n, t, e, Group(d, u)) for i, (n, t, e, d, u) in enumerate(rows)])
-
-
-@given(ENTRIES)
-def test_layout_places_every_parameter_once_without_overlap(entries):
-    layouts = plan_layouts(entries)
-    by_name = {e.name: e for e in entries}
-    assert len({(lay.dtype, lay.expert) for lay in layouts}) == len(layouts)
-    assert sorted(s.name for lay in layouts for s in lay.slots) == sorted(by_name)
-    for layout in layouts:
-        end = 0
-        for slot in layout.slots:
-            entry = by_name[slot.name]
-            assert (entry.dtype, entry.expert) == (layout.dtype, layout.expert)
-            assert slot.start % ALIGNMENT == 0
-            assert slot.start >= end
-            assert slot.stop - slot.start == entry.numel
-            end = slot.stop
-        assert end <= layout.numel
-
-
-@given(ENTRIES)
-def test_segments_cover_the_buffer_and_hold_one_group(entries):
-    groups = {e.name: e.group for e in entries}
-    for layout in plan_layouts(entries):
-        assert layout.segments[0].start == 0
-        assert layout.segments[-1].stop == layout.numel
-        for a, b in zip(layout.segments, layout.segments[1:], strict=False):
-            assert a.stop == b.start
-        for slot in layout.slots:
-            homes = [s for s in layout.segments if s.start <= slot.start and slot.stop <= s.stop]
-            assert any(s.group == groups[slot.name] for s in homes)
-
-
-@given(ENTRIES, st.randoms())
-def test_layout_is_independent_of_the_order_of_parameters(entries, random):
-    shuffled = list(entries)
-    random.shuffle(shuffled)
-    assert plan_layouts(entries) == plan_layouts(shuffled)
 
 
 def test_buffers_are_views_of_one_flat_tensor_in_the_local_shape():

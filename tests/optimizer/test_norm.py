@@ -4,50 +4,105 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megafp8.optimizer.norm import clip_coefficient, l2_norm, num_zeros
+from megafp8.optimizer.layout import ALIGNMENT, Entry, Group, Shard, plan_layouts
+from megafp8.optimizer.norm import Measure, chunk_squares, clip_coefficient, split_on_grids, total_of
+from megafp8.parallel import ParallelContext
 from megafp8.params import Init, ParamSpec
 from tests.optimizer.helpers import make_optimizer, make_param, set_grads
 
 
-def test_norm_is_that_of_float64_and_leaves_padding_out():
-    spec = ParamSpec("embedding", (5, 4), Init("normal", 1.0), True, local_shape=(8, 4))
-    other = ParamSpec("bias", (3,), Init("zeros"), False)
+def measured(values, specs=None, bucket_elements=None):
+    """(Measure, parts) of parameters on one rank."""
+    specs = specs or {n: ParamSpec(n, tuple(v.shape), Init("zeros"), False) for n, v in values.items()}
+    entries = [Entry(n, v.numel(), torch.float32, False, Group(False)) for n, v in values.items()]
+    shards = [Shard(layout, 0) for layout in plan_layouts(entries, bucket_elements=bucket_elements)]
+    flats = [torch.zeros(shard.numel) for shard in shards]
+    for shard, flat in zip(shards, flats, strict=True):
+        for piece in shard.pieces:
+            flat[piece.place] = values[piece.name].reshape(-1)
+    measure = Measure(shards, specs, ParallelContext(), torch.device("cpu"))
+    return measure, [shard.parts(flat) for shard, flat in zip(shards, flats, strict=True)]
+
+
+def l2_norm(values, **options):
+    measure, parts = measured(values, **options)
+    return measure.norm(parts)[0]
+
+
+def test_norm_is_that_of_float64():
     values = {"embedding": torch.randn(8, 4), "bias": torch.randn(3)}
-    expected = torch.cat([values["embedding"][:5].reshape(-1), values["bias"]]).double().norm()
-    norm = l2_norm(values, {"embedding": spec, "bias": other})
+    expected = torch.cat([value.reshape(-1) for value in values.values()]).double().norm()
+    norm = l2_norm(values)
     assert norm.dtype == torch.float64
     assert norm.item() == pytest.approx(expected.item(), rel=1e-14)
+
+
+def test_zeros_are_counted_without_padding():
+    spec = ParamSpec("embedding", (5, 4), Init("normal", 1.0), True, local_shape=(8, 4))
+    other = ParamSpec("bias", (3,), Init("zeros"), False)
+    values = {"embedding": torch.ones(8, 4), "bias": torch.ones(3)}
     values["bias"][1] = 0
-    values["embedding"][6] = 0
-    assert num_zeros(values, {"embedding": spec, "bias": other}) == 1
+    values["embedding"][2, 3] = 0
+    values["embedding"][5:] = 0
+    measure, parts = measured(values, {"embedding": spec, "bias": other})
+    assert measure.num_zeros(parts) == 2
 
 
-def test_norm_does_not_depend_on_the_order_in_which_parameters_are_held():
-    names = [f"p{i}" for i in range(30)]
-    specs = {n: ParamSpec(n, (7, 3), Init("zeros"), True) for n in names}
-    values = {n: torch.randn(7, 3) * 10 ** (i % 5) for i, n in enumerate(names)}
-    backwards = {n: values[n] for n in reversed(names)}
-    assert torch.equal(l2_norm(values, specs), l2_norm(backwards, specs))
+def test_norm_does_not_depend_on_buckets():
+    values = {f"p{i}": torch.randn(7, 30) * 10 ** (i % 5) for i in range(30)}
+    assert torch.equal(l2_norm(values), l2_norm(values, bucket_elements=300))
+
+
+NUMBERS = st.lists(st.floats(0, 1e80) | st.floats(0, 1) | st.just(0.0), min_size=1, max_size=60)  # FP32 squared: 1e77
+
+
+@settings(deadline=None)
+@given(NUMBERS, st.randoms())
+def test_sums_are_exact_and_the_same_in_any_order_and_any_parts(numbers, random):
+    values = torch.tensor(numbers, dtype=torch.float64)
+    expected = split_on_grids(values, values.max())
+    shuffled = torch.tensor(random.sample(numbers, len(numbers)), dtype=torch.float64)
+    cut = random.randrange(len(numbers) + 1)
+    parts = sum(split_on_grids(part, values.max()) for part in (shuffled[:cut], shuffled[cut:]))
+    assert torch.equal(parts, expected)
+    assert total_of(expected).item() == pytest.approx(math.fsum(numbers), rel=4e-16, abs=1e-300)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(0, 10**6))
+def test_chunks_have_the_same_bits_wherever_they_lie(count, seed):
+    x = torch.randn(count * ALIGNMENT, generator=torch.Generator().manual_seed(seed))
+    whole = chunk_squares(x)
+    assert torch.equal(whole, torch.cat([chunk_squares(part) for part in x.split(ALIGNMENT)]))
+    torch.testing.assert_close(whole, x.double().view(-1, ALIGNMENT).square().sum(1), rtol=1e-14, atol=0)
 
 
 def test_norm_neither_overflows_nor_underflows_in_fp32():
-    spec = {"w": ParamSpec("w", (2,), Init("zeros"), False)}
-    assert l2_norm({"w": torch.tensor([3e30, 4e30])}, spec).item() == pytest.approx(5e30, rel=1e-6)
-    assert l2_norm({"w": torch.tensor([3e-30, 4e-30])}, spec).item() == pytest.approx(5e-30, rel=1e-6)
+    assert l2_norm({"w": torch.tensor([3e30, 4e30])}).item() == pytest.approx(5e30, rel=1e-6)
+    assert l2_norm({"w": torch.tensor([3e-30, 4e-30])}).item() == pytest.approx(5e-30, rel=1e-6)
+    assert l2_norm({"w": torch.tensor([3e30, 4e-30])}).item() == pytest.approx(3e30, rel=1e-6)
+    assert l2_norm({"w": torch.zeros(5)}) == 0
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_norm_shows_a_non_finite_element(bad):
-    spec = {"w": ParamSpec("w", (100,), Init("zeros"), False)}
     values = torch.randn(100)
     values[63] = bad
-    assert not torch.isfinite(l2_norm({"w": values}, spec))
+    measure, parts = measured({"w": values})
+    norm, flag = measure.norm(parts)
+    assert not torch.isfinite(norm)
+    assert flag
+    values[63] = 0
+    measure, parts = measured({"w": values})
+    assert not measure.norm(parts)[1]
+    assert measure.norm(parts, torch.tensor(True))[1]
 
 
 def test_an_empty_parameter_adds_nothing():
-    specs = {n: ParamSpec(n, s, Init("zeros"), False) for n, s in {"a": (0, 4), "b": (2,)}.items()}
-    assert l2_norm({"a": torch.zeros(0, 4), "b": torch.tensor([3.0, 4.0])}, specs) == 5
+    assert l2_norm({"a": torch.zeros(0, 4), "b": torch.tensor([3.0, 4.0])}) == 5
 
 
 def test_clipping_scales_down_only():
