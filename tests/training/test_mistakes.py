@@ -88,9 +88,11 @@ def test_empty_validation_split_is_only_noted(corpus, tmp_path, capsys):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_dry_run_of_every_recipe(corpus, capsys, recipe):
     assert run(*flags(corpus, *RECIPES[recipe], "--dry-run")) == 0
-    out = capsys.readouterr().out
-    assert "layers.1.mlp.fc2" in out
-    assert "lm_head" in out
+    modules = capsys.readouterr().out.partition("== modules")[2].partition("== parameters")[0]
+    precision = {line.split()[0]: line for line in modules.splitlines() if line[:1].isalpha()}
+    expected = f"fp8 {recipe}" if "--fp8-format" in RECIPES[recipe] else recipe
+    assert expected in precision["layers.0-1.mlp.fc2"]
+    assert ("fp32" if recipe == "fp32" else "bf16") in precision["lm_head"]
 
 
 def test_text_is_there():
