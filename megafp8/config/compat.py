@@ -193,8 +193,6 @@ NOT_YET = (
 )
 
 NOT_YET_FIELDS = (
-    NotYetField("context_parallel_size", "context parallelism"),
-    NotYetField("cp_comm_type", "context parallelism", needs_ranks=True),
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
     NotYetField("overlap_grad_reduce", "overlapped gradient reduction", needs_ranks=True),

@@ -52,7 +52,7 @@ class ParallelConfig:
         "How context-parallel attention sees all keys: p2p passes them around a ring, all_gather gathers them first.",
         choices=("p2p", "all_gather"),
         nargs="+",
-        shown_default="p2p",
+        shown_default="all_gather",
     )
     expert_model_parallel_size: int = flag(1, "Number of ranks that share each layer's experts.")
     expert_tensor_parallel_size: int | None = flag(

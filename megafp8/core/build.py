@@ -48,6 +48,7 @@ class BuildContext:
     recipe_of: global name of a linear -> its recipe, None for high precision (`fp8.policy` decides).
     comm_chunks: pieces into which tensor-parallel linears cut their work, to overlap it with communication.
     deterministic: only kernels with a deterministic backward.
+    ring_attention: context-parallel ranks pass keys and values on, instead of gathering them.
     """
 
     model: ModelConfig
@@ -59,6 +60,7 @@ class BuildContext:
     gemm_backend: str = "auto"
     comm_chunks: int = 1
     deterministic: bool = False
+    ring_attention: bool = False
 
     @property
     def tp(self) -> Axis:
@@ -80,10 +82,12 @@ class BuildContext:
 
     def token_place(self, name: str) -> str:
         """Where random numbers for the hidden states of module `name` are drawn: ranks with other tokens, others."""
+        name = f"{name}/cp{self.parallel.cp.rank}" if self.parallel.cp.size > 1 else name
         return f"{name}/tp{self.tp.rank}" if self.sequence_parallel else name
 
     def head_place(self, name: str) -> str:
         """The same for values by attention head: ranks hold other heads."""
+        name = f"{name}/cp{self.parallel.cp.rank}" if self.parallel.cp.size > 1 else name
         return f"{name}/tp{self.tp.rank}" if self.tp.size > 1 else name
 
     @property
@@ -105,4 +109,5 @@ class BuildContext:
             comm_chunks=OVERLAP_CHUNKS if config.parallel.tp_comm_overlap else 1,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
+            ring_attention=(config.parallel.cp_comm_type or ("all_gather",))[0] == "p2p",
         )

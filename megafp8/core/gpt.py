@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megafp8.config import Config
 from megafp8.config.pipeline import Stage, pipeline_stages, stages_of_rank
 from megafp8.core.build import BuildContext
+from megafp8.core.context_parallel import own_places
 from megafp8.core.moe.router import Router, with_loss
 from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megafp8.core.tensor_parallel.linear import LMHead
@@ -109,7 +110,7 @@ class GPTModel(_Parts):
         self.stage = stage = stage or Stage(tuple(range(build.model.num_layers)), embedding=True, loss=True)
         self.dtype, self.device, self.hidden_size = build.dtype, build.device, build.model.hidden_size
         self.token_ranks = build.tp.size if build.sequence_parallel else 1
-        self.vocab_size, self.tp = build.vocab_size, build.tp
+        self.vocab_size, self.tp, self.cp = build.vocab_size, build.tp, build.parallel.cp
         self.padded_vocab_size = build.model.padded_vocab_size
         self.max_positions = build.model.max_position_embeddings
         self.tied = not build.model.untie_embeddings_and_output_weights
@@ -150,7 +151,8 @@ class GPTModel(_Parts):
         leaves out.
 
         hidden: what the stage before gave, [T, hidden]; None on the first.
-        tokens, labels, position_ids: int64 [b, s]; positions count from 0 in each sequence by default.
+        tokens, labels, position_ids: int64 [b, s], under context parallelism this rank's share of them (`own_tokens`);
+            positions count from 0 in each sequence by default.
         loss_mask: FP32 [b, s], the weight of each token's loss; default 1.
         cu_seqlens: int32 [n + 1], document boundaries over the b * s tokens, sequence boundaries included; documents
             don't attend across. Default: one document a sequence.
@@ -198,14 +200,14 @@ class GPTModel(_Parts):
 
     def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """int64 [T]. Raises ValueError for a sequence longer than the table of learned positions."""
-        batch, length = tokens.shape
+        batch, length = tokens.shape[0], tokens.shape[1] * self.cp.size
         if self.frequencies is None and length > self.max_positions:
             raise ValueError(
                 f"sequence of {length} tokens is longer than --max-position-embeddings {self.max_positions}: "
                 f"raise it, or use --position-embedding-type rope"
             )
         if position_ids is None:
-            position_ids = torch.arange(length, device=tokens.device).expand(batch, length)
+            position_ids = own_places(length, self.cp, tokens.device).expand(batch, -1)
         return position_ids.reshape(-1)
 
     def _head_step(self, step: StepContext) -> StepContext:

@@ -8,7 +8,7 @@ and gradients are summed over the data-parallel ranks once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megafp8.config import Config
 from megafp8.config.pipeline import chunks_per_rank
+from megafp8.core.context_parallel import own_tokens
 from megafp8.core.gpt import GPTModel, ModelChunks
 from megafp8.core.pipeline.executor import Executor, HiddenStates
 from megafp8.core.pipeline.p2p import Links, message_groups
@@ -24,7 +25,7 @@ from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
-from megafp8.parallel import ParallelContext
+from megafp8.parallel import Axis, ParallelContext
 from megafp8.step import Phase, ScalingHistory, Statistics, StepContext
 
 
@@ -54,17 +55,23 @@ def run_stage(model: GPTModel, batch: Batch, step: StepContext, hidden: Tensor |
     )
 
 
+def own_part(batch: Batch, cp: Axis) -> Batch:
+    """A context-parallel rank's tokens of whole sequences; document bounds stay those of the whole."""
+    tokens = {name: own_tokens(getattr(batch, name), cp) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    return replace(batch, **tokens)
+
+
 class _Microbatches:
     """The microbatches that stages are still at work on: fetched when first asked for, in order."""
 
-    def __init__(self, batches: Iterable[Batch], device: torch.device) -> None:
-        self._batches, self._device = iter(batches), device
+    def __init__(self, batches: Iterable[Batch], device: torch.device, cp: Axis) -> None:
+        self._batches, self._device, self._cp = iter(batches), device, cp
         self._held: dict[int, Batch] = {}
         self._fetched = 0
 
     def __getitem__(self, number: int) -> Batch:
         while self._fetched <= number:
-            self._held[self._fetched] = next(self._batches).to(self._device)
+            self._held[self._fetched] = own_part(next(self._batches).to(self._device), self._cp)
             self._fetched += 1
         return self._held[number]
 
@@ -125,7 +132,7 @@ def forward_backward(
         batches = list(batches)
         count = len(batches)
     schedule = build_schedule(plan.name, parallel.pp.size, len(model.chunks), count, group=plan.group)
-    micro, statistics = _Microbatches(batches, device), Statistics()
+    micro, statistics = _Microbatches(batches, device, parallel.cp), Statistics()
     executor = executor_of(schedule, model, plan, parallel, micro)
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens; where the last stage is
 
@@ -189,7 +196,7 @@ def evaluate(
 ) -> float:
     """Mean loss over the valid tokens of every rank's next `count` microbatches; no training state changes."""
     parallel = parallel or ParallelContext()
-    micro = _Microbatches(batches, device)
+    micro = _Microbatches(batches, device, parallel.cp)
     schedule = forward_only(parallel.pp.size, len(model.chunks), count)
     step = StepContext(phase=Phase.EVAL, scaling=scaling)
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens

@@ -213,6 +213,11 @@ def test_every_check_can_fail(parse, monkeypatch):
 
 
 UNEVEN = {
+    "--context-parallel-size 4 --seq-length 36": ["--seq-length 36", "2 x --context-parallel-size 4"],
+    "--context-parallel-size 4 --mtp-num-layers 1 --position-embedding-type rope": ["--mtp-num-layers 1"],
+    "--context-parallel-size 4 --num-experts 4 --disable-bias-linear": ["--num-experts 4"],
+    "--context-parallel-size 4 --cp-comm-type p2p all_gather": ["--cp-comm-type p2p all_gather"],
+    "--context-parallel-size 4 --cp-comm-type p2p": ["--attention-dropout 0.1", "--cp-comm-type p2p"],
     "--pipeline-model-parallel-size 4": ["--num-layers 2", "--pipeline-model-parallel-size 4"],
     "--tensor-model-parallel-size 4 --num-attention-heads 6 --kv-channels 8": ["--num-attention-heads 6"],
     "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2": ["--num-query-groups 2"],

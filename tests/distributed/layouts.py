@@ -85,6 +85,7 @@ class Layout:
     cp: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
+    ring: bool = False
 
     @property
     def world(self) -> int:
@@ -100,13 +101,14 @@ class Layout:
             "context_parallel_size": self.cp,
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
+            "cp_comm_type": ("p2p",) if self.ring else None,
         }
 
     def __str__(self) -> str:
         name = f"TP{self.tp}" + ("+SP" if self.sp else "") + ("+overlap" if self.overlap else "")
         if self.pp > 1:
             name += f"xPP{self.pp}" + (f"x{self.chunks}" if self.chunks > 1 else "") + f"-{self.schedule}"
-        name += f"xCP{self.cp}" if self.cp > 1 else ""
+        name += f"xCP{self.cp}" + "-ring" * self.ring if self.cp > 1 else ""
         return f"{name}xDP{self.dp}" if self.dp > 1 else name
 
 

@@ -39,6 +39,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     training.layout,
     training.tensor_parallel,
     pipeline.pipeline,
+    pipeline.context_parallel,
     training.batch,
     training.length,
     training.recompute,

@@ -78,6 +78,11 @@ def context_parallel(c: Config) -> str | None:
         )
     if len(set(p.cp_comm_type or ())) > 1 or len(p.cp_comm_type or ()) > 1:
         return f"--cp-comm-type {' '.join(p.cp_comm_type)}: one type for all layers; give one of them"
+    if "p2p" in (p.cp_comm_type or ()) and c.model.attention_dropout:
+        return (
+            f"--attention-dropout {c.model.attention_dropout} with --cp-comm-type p2p: a ring draws no dropout; use "
+            "--attention-dropout 0 or --cp-comm-type all_gather"
+        )
     if c.model.mtp_num_layers:
         return (
             f"--mtp-num-layers {c.model.mtp_num_layers} with --context-parallel-size {cp}: not yet in megafp8; "

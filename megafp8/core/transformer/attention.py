@@ -40,7 +40,12 @@ class SelfAttention(nn.Module):
         self.q_norm = head_norm(f"{name}.q_norm", build) if model.qk_layernorm else None
         self.k_norm = head_norm(f"{name}.k_norm", build) if model.qk_layernorm else None
         self.core = CoreAttention(
-            build.head_place(f"{name}.core"), model.attention_dropout, build.deterministic, window=model.window
+            build.head_place(f"{name}.core"),
+            model.attention_dropout,
+            build.deterministic,
+            window=model.window,
+            cp=build.parallel.cp,
+            ring=build.ring_attention,
         )
         self.proj = RowParallelLinear(
             f"{name}.proj",

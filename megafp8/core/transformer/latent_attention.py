@@ -61,19 +61,18 @@ class LatentAttention(nn.Module):
             )
 
         def up(part: str, in_features: int, out_features: int, requantize: bool = False) -> ColumnParallelLinear:
-            std = m.init_method_std
             return ColumnParallelLinear(
                 f"{name}.{part}",
                 in_features,
                 (out_features,),
                 bias=False,
-                init_std=std,
+                init_std=m.init_method_std,
                 requantize_input=requantize,
                 build=whole,
             )
 
         queries = m.num_attention_heads * m.query_channels
-        self.q_norm = self.kv_norm = None
+        self.q_proj = self.q_norm = None
         if m.q_lora_rank is None:
             self.q_proj = up("q_proj", m.hidden_size, queries, requantize=remade)
         else:
@@ -84,7 +83,13 @@ class LatentAttention(nn.Module):
         self.kv_norm = latent_norm(f"{name}.kv_norm", self.latent, build) if m.qk_layernorm else None
         self.kv_up = up("kv_up", self.latent, m.num_attention_heads * (self.plain + self.values))
         self.core = CoreAttention(
-            build.head_place(f"{name}.core"), m.attention_dropout, build.deterministic, score_scale(m), m.window
+            build.head_place(f"{name}.core"),
+            m.attention_dropout,
+            build.deterministic,
+            score_scale(m),
+            m.window,
+            build.parallel.cp,
+            build.ring_attention,
         )
         self.proj = RowParallelLinear(
             f"{name}.proj",
@@ -109,7 +114,7 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """[T, heads, unrotated + rotated channels]."""
-        if hasattr(self, "q_proj"):
+        if self.q_proj is not None:
             q = self.q_proj(x, step)
         else:
             low = self.q_down(x, step)
