@@ -16,6 +16,8 @@ from megafp8.config.model import ModelConfig
 PREFIX = "model/"
 """Of the weights' names in a checkpoint of ours."""
 WEIGHT = ".weight"
+HELD = 2
+"""Tensors of ours whose parts an export holds on to: by name, `o_proj` comes between `k_proj` and `q_proj`."""
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A weight [N, K] -> E4M3 bytes [N, K] and FP32 scale_inv, one a 128 x 128 block."""
 
@@ -65,7 +67,8 @@ class Outgoing:
         quantize: Callable[[str], Quantize | None] = lambda name: None,
     ):
         self._model, self._stored, self._dtypes, self._quantize = model, stored, dtypes, quantize
-        self._made: tuple[str, dict[str, Tensor]] = ("", {})
+        self._made: dict[str, dict[str, Tensor]] = {}
+        self._scales: dict[str, Tensor] = {}
         self._maker: dict[str, Entry] = {}
         self.tensors: dict[str, Tensor] = {}
         self.kept: list[str] = []
@@ -88,20 +91,27 @@ class Outgoing:
         return found
 
     def load(self, name: str) -> Tensor:
-        """A tensor by their name. The last one of ours that was read is kept: its parts are often neighbours."""
+        """A tensor by their name.
+
+        The parts of the last `HELD` tensors of ours are kept, as files name parts of one close together; and all
+        scales, which files begin with.
+        """
+        if name in self._scales:
+            return self._scales[name]
         entry = self._maker[name]
-        if self._made[0] != entry.name:
-            self._made = ("", {})  # first let go of the one before
-            self._made = (entry.name, self._make(entry))
-        return self._made[1][name]
+        if entry.name not in self._made:
+            while len(self._made) >= HELD:
+                del self._made[next(iter(self._made))]
+            self._made[entry.name] = self._make(entry)
+        return self._made[entry.name][name]
 
     def _make(self, entry: Entry) -> dict[str, Tensor]:
         tensor = self._stored.read(PREFIX + entry.name)
         quantize = self._quantize(entry.name)
-        if quantize is None:
-            parts = entry.split(tensor, self._model)
-            return {name: part.to(self.tensors[name].dtype) for name, part in zip(entry.parts, parts, strict=True)}
-        return self._make_fp8(entry, tensor, quantize)
+        if quantize is not None:
+            return self._make_fp8(entry, tensor, quantize)
+        parts = entry.split(tensor, self._model)
+        return {name: part.to(self.tensors[name].dtype) for name, part in zip(entry.parts, parts, strict=True)}
 
     def _make_fp8(self, entry: Entry, tensor: Tensor, quantize: Quantize) -> dict[str, Tensor]:
         data, scale_inv = quantize(tensor.reshape(-1, tensor.shape[-1]))
@@ -112,6 +122,7 @@ class Outgoing:
                 self.requantized.add(name)
                 pair = quantize(part)
             made[name], made[_scale_of(name)] = pair
+        self._scales |= {name: part for name, part in made.items() if name.endswith(SCALE_SUFFIX)}
         return made
 
 
