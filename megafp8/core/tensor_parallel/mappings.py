@@ -1,8 +1,8 @@
 """Collectives that autograd goes through, outside of linears: partial sums become whole hidden states.
 
 A tensor that every rank holds whole has the same gradient on every rank, so the backward of a sum is the identity, and
-that of a sum scattered over the tokens is a gather. Where ranks go on with parts of what each holds whole, gradients are
-partial and must be summed.
+that of a sum scattered over the tokens is a gather. Where ranks go on with parts of what each holds whole, gradients
+are partial and must be summed.
 """
 
 from __future__ import annotations

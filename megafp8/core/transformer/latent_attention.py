@@ -40,19 +40,40 @@ class LatentAttention(nn.Module):
         self.plain, self.rotated = m.qk_head_dim, m.qk_pos_emb_head_dim
         self.values, self.latent = m.v_head_dim, m.kv_lora_rank
         self.recompute_core = "core_attn" in build.recompute.modules
+        self._build_projections(name, build)
+        self.core = CoreAttention(
+            build.head_place(f"{name}.core"),
+            m.attention_dropout,
+            build.deterministic,
+            score_scale(m),
+            m.window,
+            build.parallel.cp,
+            build.ring_attention,
+        )
+        self.proj = RowParallelLinear(
+            f"{name}.proj",
+            m.num_attention_heads * self.values,
+            m.hidden_size,
+            bias=m.add_bias_linear,
+            init_std=build.output_std,
+            requantize_input=not self.recompute_core,
+            build=build,
+        )
+
+    def _build_projections(self, name: str, build: BuildContext) -> None:
+        """Down-projections are whole on every rank; up-projections hold this rank's heads."""
+        m, whole = build.model, build.whole_sequences
         # The input norm's output is remade where it is the linears' input.
         remade = "layernorm" in build.recompute.modules and not build.sequence_parallel
-        whole = build.whole_sequences
 
         def down(part: str, out_features: int) -> Linear:
             init = Init("normal", m.init_method_std)
-            spec = replicated(f"{name}.{part}.weight", (out_features, m.hidden_size), init, decay=True)
             return Linear(
                 m.hidden_size,
                 out_features,
                 False,
                 recipe=build.recipe_of(f"{name}.{part}"),
-                weight_spec=spec,
+                weight_spec=replicated(f"{name}.{part}.weight", (out_features, m.hidden_size), init, decay=True),
                 params_dtype=build.dtype,
                 device=build.device,
                 name=f"{name}.{part}",
@@ -82,24 +103,6 @@ class LatentAttention(nn.Module):
         self.kv_down = down("kv_down", self.latent + self.rotated)
         self.kv_norm = latent_norm(f"{name}.kv_norm", self.latent, build) if m.qk_layernorm else None
         self.kv_up = up("kv_up", self.latent, m.num_attention_heads * (self.plain + self.values))
-        self.core = CoreAttention(
-            build.head_place(f"{name}.core"),
-            m.attention_dropout,
-            build.deterministic,
-            score_scale(m),
-            m.window,
-            build.parallel.cp,
-            build.ring_attention,
-        )
-        self.proj = RowParallelLinear(
-            f"{name}.proj",
-            m.num_attention_heads * self.values,
-            m.hidden_size,
-            bias=m.add_bias_linear,
-            init_std=build.output_std,
-            requantize_input=not self.recompute_core,
-            build=build,
-        )
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
