@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megafp8.fp8.feature_grid import FeatureGrid
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.shards import Operand, post_gather, travels_in_fp8
@@ -43,6 +44,8 @@ class CommPlan:
     sequence_parallel: outside of the linear, X (column) and Y (row) are a part of the rows.
     chunks: pieces that fprop and dgrad are cut into for overlap.
     fp8_gather: False gathers in high precision and quantizes the whole: the same bytes, twice the traffic.
+    grid: of the features that are cut (column: out, row: in), where the cut goes through FP8 tiles. Rowwise operands
+        and FP8 products are padded then; wgrad, which has these features as its rows or columns, is not.
     """
 
     axis: Axis = field(default_factory=Axis)
@@ -50,6 +53,7 @@ class CommPlan:
     sequence_parallel: bool = False
     chunks: int = 1
     fp8_gather: bool = True
+    grid: FeatureGrid | None = None
 
     def __post_init__(self) -> None:
         assert self.kind == "alone" or self.axis.size > 1, self
@@ -92,6 +96,14 @@ class CommPlan:
         if role in features[self.kind]:
             return "features"
         return "rows" if self.sequence_parallel else None
+
+    def output(self, y: Tensor) -> Tensor:
+        """Y of an FP8 GEMM, without the padding of `grid`."""
+        return self.grid.unpad(y, 1) if self.grid is not None and self.kind == "column" else y
+
+    def grad_input(self, dx: Tensor) -> Tensor:
+        """dX of an FP8 GEMM, without the padding of `grid`."""
+        return self.grid.unpad(dx, 1) if self.grid is not None and self.kind == "row" else dx
 
     def gather(self, x: Operand) -> Operand:
         """The whole operand, of the ranks' rows in turn."""

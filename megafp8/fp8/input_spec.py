@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.comm import ALONE, CommPlan, Cut
+from megafp8.fp8.feature_grid import FeatureGrid, quantize_features
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.shards import quantize_rows
 from megafp8.fp8.storage import Quantized
@@ -22,7 +23,8 @@ from megafp8.step import ScalingHistory, StepContext
 class Scaling:
     """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name.
 
-    cut: how the tensor lies over the ranks of `axis`; None: this rank has the whole.
+    cut: how the tensor lies over the ranks of `axis`; None: this rank has the whole. grid: of features whose cut goes
+    through tiles; the rowwise copy is padded then.
     """
 
     quantizer: Quantizer
@@ -30,6 +32,7 @@ class Scaling:
     step: StepContext | None
     axis: Axis = Axis()
     cut: Cut | None = None
+    grid: FeatureGrid | None = None
 
     @property
     def history(self) -> ScalingHistory | None:
@@ -43,6 +46,8 @@ class Scaling:
         if self.quantizer.spec.tile.kind != "tensor":
             if self.cut == "rows":
                 return quantize_rows(self.quantizer, x, self.axis, rowwise, colwise)
+            if self.cut == "features" and self.grid is not None:
+                return quantize_features(self.quantizer, x, self.grid, rowwise, colwise)
             return self.quantizer.quantize(x, rowwise, colwise)
         scale, amax = self.scale, None
         records, shares = record and self.history is not None, scale is None and self.cut is not None
@@ -74,5 +79,6 @@ class InputSpec:
 
     def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
         """`x [M, K]` quantized as the consumer would."""
-        scaling = Scaling(self.quantizer, self.history_name, step, self.comm.axis, self.comm.cut("input"))
+        comm = self.comm
+        scaling = Scaling(self.quantizer, self.history_name, step, comm.axis, comm.cut("input"), comm.grid)
         return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)

@@ -71,8 +71,7 @@ class Linear(nn.Module):
         """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
         owner = self.__dict__.get("_owner")
         if owner is None or owner.param is not self.weight or owner.recipe is not self.recipe:
-            shared = self.comm.axis if self.comm.cut("weight") else None
-            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed, shared=shared)
+            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed, comm=self.comm)
             self._owner = self.weight.owner = owner
         return owner
 

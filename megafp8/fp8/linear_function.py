@@ -50,7 +50,7 @@ class LinearArgs:
         """`whole`: the tensor has been gathered already."""
         name = f"{self.name}/{role}" if self.recipe.uses_history else None
         cut = None if whole else self.comm.cut(role)
-        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut)
+        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut, self.comm.grid)
 
     @property
     def gathers_first(self) -> bool:
@@ -172,7 +172,13 @@ def _fprop_fp8(
         weight_scaling.history.record(weight_scaling.name, args.weight.amax(weight_scaling.scale))
     w = args.weight_operand("fprop")
     early = _early(bias, args)
-    y = comm.fprop(quantized.rowwise, lambda x: gemm.fprop(x, w, early, args.dtype, args.backend), whole=whole)
+    if early is not None and comm.grid is not None:
+        early = comm.grid.pad(early, 0)
+
+    def multiply(x: QuantizedStorage) -> Tensor:
+        return comm.output(gemm.fprop(x, w, early, args.dtype, args.backend))
+
+    y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:
         return y, x
     kept = _pick(quantized, needs["wgrad"])
@@ -209,12 +215,16 @@ def _backward_fp8(
     arriving = _arriving_input(load, args) if needs_wgrad else None
     if needs_dgrad and dx is None:
         w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
-        dx = args.comm.dgrad(grad_output, lambda dy: gemm.dgrad(dy, w, args.dtype, args.backend))
+        dx = args.comm.dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
     if not needs_wgrad:
         return dx, None
     grad_output = _pick(quantized, needs["wgrad"])
     held = grad_output.nbytes + (kept.nbytes if waits else 0)
     return dx, Wgrad(lambda: gemm.wgrad(grad_output, arriving(), backend=args.backend), held)
+
+
+def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tensor:
+    return args.comm.grad_input(gemm.dgrad(dy, w, args.dtype, args.backend))
 
 
 def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
@@ -237,7 +247,7 @@ def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: set[str]) -> tuple[Te
     comm, w, colwise = args.comm, args.weight_operand("dgrad"), "colwise" in wanted
 
     def multiply(dy: QuantizedStorage) -> Tensor:
-        return gemm.dgrad(dy, w, args.dtype, args.backend)
+        return _dgrad(dy, w, args)
 
     if comm.grad_output_in_fp8(args.recipe.quantizer("grad_output")):
         shard = args.scaling("grad_output").quantize(dy, True, False, record=record).rowwise

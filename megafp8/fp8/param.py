@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8 import gemm
+from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage
 from megafp8.parallel import Axis
@@ -25,17 +26,18 @@ class Weight:
 
     keep_transposed: keep a dgrad copy that is a mere transposition until the next version, instead of making it anew
         in each backward: memory for time.
-    shared: the ranks that hold the other parts of the weight: under a tensorwise recipe they have one scale.
+    comm: how the weight lies over ranks: those that hold its parts share the scales of what they share.
     version: counts what was published.
     """
 
     def __init__(
-        self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True, shared: Axis | None = None
+        self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True, comm: CommPlan = ALONE
     ):
         self.param = param
         self.recipe = recipe
         self.keep_transposed = keep_transposed
-        self.shared = shared or Axis()
+        self.shared = comm.axis if comm.cut("weight") else Axis()
+        self.grid, self.grid_dim = comm.grid, 0 if comm.kind == "column" else 1
         self.version = 0
         self._key: tuple | None = None
         self._copies: dict[str, QuantizedStorage] = {}
@@ -99,9 +101,13 @@ class Weight:
         if other is not None and other.tile.symmetric:
             return other.flipped()
         colwise = orientation == "colwise"
-        shares = scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1
-        amax = self.amax() if shares else None
-        quantized = quantizer.quantize(self.param, rowwise=not colwise, colwise=colwise, amax=amax, scale=scale)
+        value, amax = self.param, None
+        if self.grid is not None:
+            value = self.grid.pad(value, self.grid_dim)
+            amax = self.grid.share(quantizer.amax(value), self.grid_dim)
+        elif scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1:
+            amax = self.amax()
+        quantized = quantizer.quantize(value, rowwise=not colwise, colwise=colwise, amax=amax, scale=scale)
         return quantized.colwise if colwise else quantized.rowwise
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.config.resolve import resolve
 from megafp8.core.gpt import build_model
 from megafp8.parallel import fake_parallel
 from megafp8.params import initial_value, named_specs, unpadded
@@ -52,31 +51,17 @@ def test_a_parameter_is_cut_or_replicated(family):
             assert ("tp" in spec.grad_sum_over) == (partial and not cut), spec.name
 
 
-@pytest.mark.parametrize(
-    ("recipe", "size", "message"),
-    [
-        (
-            "blockwise",
-            2,
-            "--tensor-model-parallel-size 2 cuts the 384 output features of layers.0.attention.qkv .* 192",
-        ),
-        ("mxfp8", 16, "--tensor-model-parallel-size 16 cuts the .* into parts of 24, which the recipe's tiles of 32"),
-    ],
-)
-def test_cuts_through_fp8_tiles_name_the_mend(recipe, size, message):
-    values = LLAMA | {
-        "hidden_size": 128,
-        "ffn_hidden_size": 1024,
-        "num_attention_heads": 16,
-        "num_query_groups": 16,
-        "bf16": True,
-        "fp8_format": "e4m3",
-        "fp8_recipe": recipe,
-    }
-    config = make_config(values, Layout(tp=size))
+@pytest.mark.parametrize(("axis", "value"), [("fp8_weight_tile", "1d"), ("fp8_grad_tile", "2d")])
+def test_cuts_through_tiles_of_other_shapes_name_the_mend(axis, value):
+    """Blockwise tiles as they are by default may be cut; these would need more than shared amaxes."""
+    tiles = {"fp8_weight_tile": "1d", axis: value}
+    values = LLAMA | {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    config = make_config(values | tiles, Layout(tp=2))
     with fake_parallel(config) as parallel:
+        build_model(make_config(values, Layout(tp=2)), parallel, "meta")
+        message = (
+            "--tensor-model-parallel-size 2 cuts 128 features of layers.0.attention.qkv into parts of 64, .* of 128"
+        )
         with pytest.raises(ValueError, match=message) as error:
             build_model(config, parallel, "meta")
-        assert "--keep-modules-in-bf16 '*.qkv'" in str(error.value)
-        mended = resolve(config.replace(keep_modules_in_bf16=("*",)), {"WORLD_SIZE": str(size)})
-        build_model(mended.replace(unpadded_vocab_size=101, padded_vocab_size=128), parallel, "meta")
+    assert "--fp8-weight-tile 2d" in str(error.value)

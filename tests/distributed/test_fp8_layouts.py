@@ -123,6 +123,17 @@ def test_gradients_are_near_those_of_one_process(pool, one_process, name, layout
         assert abs(a - b) <= 1e-2 * abs(b)
 
 
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_cuts_through_tiles_train_as_one_process(pool, name):
+    """A model of which no linear is cut between tiles, fc1's two parts included."""
+    values = LLAMA | RECIPES[name] | {"bf16": True, "global_batch_size": 4}
+    expected, actual = (run_layout(pool, values, layout, 2) for layout in (Layout(), Layout(tp=4, sp=True)))
+    for parameter, grad in expected.grads.items():
+        assert distance(actual.grads[parameter], grad) <= 0.1, parameter
+    for a, b in zip(actual.losses + actual.norms, expected.losses + expected.norms, strict=True):
+        assert abs(a - b) <= 1e-2 * abs(b)
+
+
 def gather_in_high_precision(stack: ExitStack) -> None:
     for name in ("input_in_fp8", "grad_output_in_fp8"):
         stack.enter_context(mock.patch.object(CommPlan, name, return_value=False))

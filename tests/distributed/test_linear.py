@@ -13,6 +13,7 @@ from torch import Tensor
 from megafp8.config import Config
 from megafp8.fp8 import CommPlan, Linear, gemm, get_recipe
 from megafp8.fp8.comm import ALONE
+from megafp8.fp8.feature_grid import FeatureGrid
 from megafp8.parallel import Axis, build_parallel
 from megafp8.params import Init, ParamSpec
 from megafp8.step import StepContext
@@ -282,3 +283,62 @@ def test_only_the_local_shard_is_kept(pool, rows, tiles):
     assert pool.run_on(2, saved, True, "tensorwise", rows) == [K * local + 4] * 2
     assert pool.run_on(2, saved, True, "high precision", rows) == [2 * K * local] * 2
     assert pool.run_on(2, saved, False, "tensorwise", rows) == [K * rows + 4] * 2
+
+
+# Cuts of features that go through tiles: (parts, features a part, ranks).
+UNEVEN = [(1, 336, 4), (2, 96, 2), (2, 320, 4), (1, 40, 4)]
+TILED = ["blockwise", "blockwise fp32 scales", "mxfp8"]
+
+
+def uneven_data(kind: str, features: int, rows: int) -> tuple[Tensor, ...]:
+    """The whole linear with `features` cut ones: column: out, row: in."""
+    x, dy, weight, bias = data(rows)
+    x, dy = x.repeat(1, 2), dy.repeat(1, 2)
+    weight, bias = weight.repeat(2, 2), bias.repeat(2)
+    weight = weight * torch.logspace(-2, 2, len(weight))[:, None].bfloat16()
+    if kind == "column":
+        return x[:, :K], dy[:, :features], weight[:features, :K], bias[:features]
+    return x[:, :features], dy[:, :N], weight[:N, :features], bias[:N]
+
+
+def uneven_linear(kind: str, sp: bool, recipe: str, parts: int, size: int, rows: int, chunks: int):
+    """(results, GEMM operands of this rank and the tiles that it works on)."""
+    ranks = torch.distributed.get_world_size()
+    tp = build_parallel(Config().replace(world_size=ranks, tensor_model_parallel_size=ranks), "cpu").tp
+    grid = FeatureGrid(parts, size, tp, RECIPES[recipe].quantizer("weight").spec.tile.block)
+    assert not grid.aligned
+    mine = [feature for run_of in grid.segments(tp.rank) for feature in run_of]
+    x, dy, weight, bias = uneven_data(kind, parts * size, rows)
+    tokens = slice(*tp.split(rows)) if sp else slice(None)
+    if kind == "column":
+        local = x[tokens], dy[:, mine], weight[mine], bias[mine]
+    else:
+        local = x[:, mine], dy[tokens], weight[:, mine], bias
+    operands: dict = {}
+    results = run(CommPlan(tp, kind, sp, chunks, grid=grid), recipe, local, operands)
+    dim = 0 if kind == "column" else 1
+    weight_bytes, weight_scales = bits(operands)["fprop"][2:]
+    return results, mine, grid.unpad(weight_bytes, dim), weight_scales, grid.tiles(tp.rank)
+
+
+@pytest.mark.parametrize("recipe", TILED)
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize(("parts", "size", "ranks"), UNEVEN)
+def test_cuts_through_tiles_change_nothing(pool, kind, recipe, parts, size, ranks):
+    """Bytes and scales of weights, results and gradients are those of the whole linear, whose tiles ranks share."""
+    rows, features = 84, parts * size
+    for sp, chunks in ((False, 1), (True, 1), (True, 3)):
+        found = pool.run_on(ranks, uneven_linear, kind, sp, recipe, parts, size, rows, chunks)
+        operands: dict = {}
+        expected = run(ALONE, recipe, uneven_data(kind, features, rows), operands)
+        whole_bytes, whole_scales = bits(operands)["fprop"][2:]
+        dim = 0 if kind == "column" else 1
+        for _, mine, weight_bytes, weight_scales, tiles in found:
+            assert torch.equal(weight_bytes, whole_bytes.index_select(dim, torch.tensor(mine)))
+            assert torch.equal(weight_scales, whole_scales.index_select(dim, torch.tensor(tiles)))
+        order = torch.tensor([feature for _, mine, *_ in found for feature in mine]).argsort()
+        y, dx, dw, db = joined(kind, sp, [results for results, *_ in found])
+        actual = (y[:, order], dx, dw[order], db[order]) if kind == "column" else (y, dx[:, order], dw[:, order], db)
+        for name, a, b in zip(("y", "dx", "dw", "db"), actual, expected, strict=True):
+            summed = name == {"row": "y", "column": "dx"}[kind]
+            assert distance(a, b) <= (5e-3 if summed else 2e-3 if a.dtype == torch.bfloat16 else 1e-6), (name, sp)

@@ -114,8 +114,8 @@ def test_mistakes_are_told_before_any_communication(pool, corpus, tmp_path):
     assert start(pool, 2, corpus, tmp_path, "--tensor-model-parallel-size", "4") == [2, 2]
     uneven = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "31")
     assert start(pool, 2, corpus, tmp_path, *uneven) == [2, 2]
-    fp8 = ("--bf16", "--fp8-format", "e4m3", "--tensor-model-parallel-size", "2")
-    assert start(pool, 2, corpus, tmp_path, *fp8) == [2, 2]  # 48 features a rank, tiles of 128
+    fp8 = ("--bf16", "--fp8-format", "e4m3", "--fp8-weight-tile", "1d", "--tensor-model-parallel-size", "2")
+    assert start(pool, 2, corpus, tmp_path, *fp8) == [2, 2]  # 24 features a rank, tiles of 1 x 128
 
 
 FAILING = """

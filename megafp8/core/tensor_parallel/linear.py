@@ -6,6 +6,7 @@ input features (proj, fc2), so that a pair of them needs one reduction. On one r
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import nn
@@ -14,26 +15,30 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.specs import ZEROS, column_bias, column_weight, replicated, row_weight, vocab_weight
 from megafp8.fp8 import CommPlan, Linear, Recipe
 from megafp8.fp8.comm import ALONE
-from megafp8.fp8.recipe import ROLES
+from megafp8.fp8.feature_grid import FeatureGrid
 
 
-def comm_plan(kind: str, build: BuildContext) -> CommPlan:
-    """What a "column"- or "row"-parallel linear exchanges."""
+def comm_plan(
+    kind: str, build: BuildContext, parts: int = 1, size: int = 0, recipe: Recipe | None = None, name: str = ""
+) -> CommPlan:
+    """What a "column"- or "row"-parallel linear exchanges; `parts` of `size` features each are cut over the ranks.
+
+    Raises ValueError where the cut goes through tiles in a way that no exchange of amaxes mends.
+    """
     if build.tp.size == 1:
         return ALONE
-    return CommPlan(build.tp, kind, build.sequence_parallel, build.comm_chunks)
-
-
-def check_tiles(name: str, side: str, features: int, recipe: Recipe | None, build: BuildContext) -> None:
-    """Raises ValueError where the cut of `features` goes through tiles of the recipe, rather than between them."""
-    blocks = {recipe.quantizer(role).spec.tile.block for role in ROLES} - {0} if recipe is not None else set()
-    if build.tp.size > 1 and any(features // build.tp.size % block for block in blocks):
-        block = max(blocks)
-        raise ValueError(
-            f"--tensor-model-parallel-size {build.tp.size} cuts the {features} {side} features of {name} into parts of "
-            f"{features // build.tp.size}, which the recipe's tiles of {block} don't divide: use another size, "
-            f"--fp8-recipe tensorwise, or --keep-modules-in-bf16 '*.{name.rpartition('.')[2]}'"
-        )
+    grid = None
+    if recipe is not None and (block := recipe.quantizer("weight").spec.tile.block):
+        grid = FeatureGrid(parts, size, build.tp, block)
+        if grid.aligned:
+            grid = None
+        elif (recipe.input_tile, recipe.weight_tile, recipe.grad_tile) != ("1d", "2d", "1d"):
+            raise ValueError(
+                f"--tensor-model-parallel-size {build.tp.size} cuts {size} features of {name} into parts of "
+                f"{size // build.tp.size}, no multiple of the recipe's tiles of {block}: that needs its default tiles, "
+                "--fp8-input-tile 1d --fp8-weight-tile 2d --fp8-grad-tile 1d; or use another size"
+            )
+    return CommPlan(build.tp, kind, build.sequence_parallel, build.comm_chunks, grid=grid)
 
 
 class ColumnParallelLinear(Linear):
@@ -57,7 +62,7 @@ class ColumnParallelLinear(Linear):
     ) -> None:
         weight = replace(column_weight(f"{name}.weight", out_shape, in_features, init_std, build.tp), expert=expert)
         recipe = build.recipe_of(name)
-        check_tiles(name, "output", out_shape[-1], recipe, build)
+        plan = comm_plan("column", build, math.prod(out_shape[:-1]), out_shape[-1], recipe, name)
         super().__init__(
             in_features,
             weight.local_shape[0],
@@ -69,7 +74,7 @@ class ColumnParallelLinear(Linear):
             device=build.device,
             name=name,
             requantize_input=requantize_input,
-            comm=comm_plan("column", build),
+            comm=plan,
             gemm_backend=build.gemm_backend,
         )
 
@@ -91,7 +96,7 @@ class RowParallelLinear(Linear):
     ) -> None:
         weight = replace(row_weight(f"{name}.weight", out_features, in_features, init_std, build.tp), expert=expert)
         recipe = build.recipe_of(name)
-        check_tiles(name, "input", in_features, recipe, build)
+        plan = comm_plan("row", build, 1, in_features, recipe, name)
         sharded = build.sequence_parallel
         super().__init__(
             weight.local_shape[1],
@@ -104,7 +109,7 @@ class RowParallelLinear(Linear):
             device=build.device,
             name=name,
             requantize_input=requantize_input,
-            comm=comm_plan("row", build),
+            comm=plan,
             gemm_backend=build.gemm_backend,
         )
 
