@@ -1,4 +1,4 @@
-"""GPT-2: LayerNorm, learned positions, GELU (its tanh form), biases; matrices are stored [in, out]."""
+"""GPT-2: LayerNorm, learned positions, GELU (its tanh form, or exact), biases; matrices are stored [in, out]."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASKS = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
 def _args(hf: Values) -> dict[str, Any]:
-    hf.require("activation_function", "gelu_new", "gelu_pytorch_tanh", default="gelu_new")
+    hf.require("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu", default="gelu_new")
     hf.require("scale_attn_weights", True, default=True)
     hf.require("scale_attn_by_inverse_layer_idx", False, default=False)
     hf.require("add_cross_attention", False, default=False)
@@ -41,6 +41,7 @@ def _args(hf: Values) -> dict[str, Any]:
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
         "norm_epsilon": hf.number("layer_norm_epsilon", 1e-5),
+        "bias_gelu_fusion": hf.text("activation_function", "gelu_new") != "gelu",
         "untie_embeddings_and_output_weights": not hf.flag("tie_word_embeddings", True),
     }
 
@@ -48,7 +49,7 @@ def _args(hf: Values) -> dict[str, Any]:
 def _hf(config: Config) -> dict[str, Any]:
     m = config.model
     return {
-        "activation_function": "gelu_new",
+        "activation_function": "gelu_new" if m.bias_gelu_fusion else "gelu",
         "n_embd": m.hidden_size,
         "n_inner": m.ffn_hidden_size,
         "n_layer": m.num_layers,

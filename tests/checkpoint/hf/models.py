@@ -65,7 +65,7 @@ CASES = [
     _case("qwen3", "Qwen3", LLAMA, head_dim=16, rms_norm_eps=1e-5),
     _case("qwen3-tied", "Qwen3", LLAMA, head_dim=8, tie_word_embeddings=True),
     _case("gpt2", "GPT2", GPT2, n_inner=75, layer_norm_epsilon=1e-3),
-    _case("gpt2-untied", "GPT2", GPT2, tie_word_embeddings=False),
+    _case("gpt2-untied", "GPT2", GPT2, tie_word_embeddings=False, activation_function="gelu"),
     _case("mixtral", "Mixtral", LLAMA, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     _case("mixtral-window", "Mixtral", LLAMA, num_local_experts=3, num_experts_per_tok=3, sliding_window=9,
           rms_norm_eps=1e-3),
