@@ -22,6 +22,8 @@ TRAINING_ONLY = {
 """Fields of ModelConfig that say nothing of the trained model."""
 DERIVED = {"group_query_attention", "use_rotary_position_embeddings", "moe_layer_freq", "window_size"}
 """Fields whose effect is compared otherwise."""
+BY_LAYOUT = {"rotary_interleaved"}
+"""Fields that change the order of rows, which the layouts see to."""
 IGNORED = (r".*\.rotary_emb\.inv_freq",)
 """Names in old files that hold no weights."""
 
@@ -82,7 +84,7 @@ def differences(a: Config, b: Config) -> list[str]:
     found = []
     for name in names:
         x, y = getattr(a.model, name), getattr(b.model, name)
-        if (x or None) != (y or None) and name not in TRAINING_ONLY | DERIVED | idle:
+        if (x or None) != (y or None) and name not in TRAINING_ONLY | DERIVED | BY_LAYOUT | idle:
             found.append(f"{flag_of(name)} is {y}, not {x}")
     for name, what in (("moe_layer_freq", "moe_layers"), ("window_size", "window")):
         if getattr(a.model, what) != getattr(b.model, what):

@@ -1,7 +1,8 @@
 """Layouts: how tensors of a Hugging Face file make up one of ours, and back. Pure index arithmetic, no rounding.
 
 A layout only moves whole rows (GPT-2's also turn a matrix over), so it applies alike to weights, to biases, to FP8
-bytes and to the numbers of the tiles that rows lie in.
+bytes and to the numbers of the tiles that rows lie in. Files rotate channels (i, i + d/2); a run under
+--rotary-interleaved has them as neighbours, and its rows of q and k are put in the files' order.
 """
 
 from __future__ import annotations
@@ -71,11 +72,21 @@ def _ungroup_turned(qkv: Tensor, model: ModelConfig) -> list[Tensor]:
     return [_turned(torch.cat(_ungroup_qkv(qkv, model)))]
 
 
+def _in_our_channels(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    return rows_interleaved(parts[0], model.kv_channels) if model.rotary_interleaved else parts[0]
+
+
+def _in_their_channels(x: Tensor, model: ModelConfig) -> list[Tensor]:
+    return [rows_in_halves(x, model.kv_channels) if model.rotary_interleaved else x]
+
+
 SAME = Layout(lambda parts, model: parts[0], lambda x, model: [x])
 STACKED = Layout(lambda parts, model: torch.stack(tuple(parts)), lambda x, model: list(x.unbind()))
 """Parts of one shape, such as SwiGLU's gate and up, as ours [parts, ...]."""
 QKV = Layout(_group_qkv, _ungroup_qkv)
 """q, k and v, rows of all heads each, as rows by key/value group: its queries, its key, its value."""
+CHANNELS = Layout(_in_our_channels, _in_their_channels)
+"""The weight of a norm over a head's channels, which lie as the rows of q and k do."""
 TURNED = Layout(lambda parts, model: _turned(parts[0]), lambda x, model: [_turned(x)], turns=True)
 """GPT-2's matrices are [in, out]."""
 TURNED_QKV = Layout(_group_turned, _ungroup_turned, turns=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.checkpoint.hf.family import Family, decoder_args, decoder_hf
+from megafp8.checkpoint.hf.layouts import CHANNELS
 from megafp8.checkpoint.hf.llama import ATTENTION, RULES
 from megafp8.checkpoint.hf.rules import Rule
 from megafp8.checkpoint.hf.values import Values
 from megafp8.config import Config
 
 NORM_RULES = tuple(
-    Rule(f"layers.{{i}}.attention.{x}_norm.weight", f"{ATTENTION}.{x}_norm.weight") for x in ("q", "k")
+    Rule(f"layers.{{i}}.attention.{x}_norm.weight", f"{ATTENTION}.{x}_norm.weight", CHANNELS) for x in "qk"
 )
 
 

@@ -134,6 +134,19 @@ def test_permuted_experts_show_in_the_logits(name, tmp_path, monkeypatch):
     assert largest_difference(convert(source, tmp_path / "ours"), source, TOKENS) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["llama-8-heads-2-groups", "qwen3", "qwen2"])
+def test_a_run_with_interleaved_rotation_exports(name, tmp_path):
+    """Rows of q and k, their biases and their norms are put in the order that files have."""
+    source = make(BY_NAME[name], tmp_path / "hf")
+    found = convert(source, tmp_path / "ours")
+    content = json.loads(json.dumps(found.metadata))
+    content["args"]["config"]["model"]["rotary_interleaved"] = True
+    other = replace(found, metadata=content)  # the same numbers, so another model
+    assert largest_difference(other, source, TOKENS) > 1e-2
+    export_hf(other, tmp_path / "back", ExportOptions())
+    assert largest_difference(other, tmp_path / "back", TOKENS) < 1e-4
+
+
 def test_every_expert_lies_where_its_number_says(tmp_path):
     """CASES 27: expert e filled with e, in and out."""
     source = make(BY_NAME["qwen3-moe"], tmp_path / "hf")

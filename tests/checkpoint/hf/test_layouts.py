@@ -53,6 +53,14 @@ def test_qkv_is_undone(groups, width, interleaved):
     assert torch.equal(joined, L.QKV.join(parts, plain)) is not interleaved
 
 
+def test_norms_of_heads_lie_as_their_rows():
+    model = ModelConfig(num_attention_heads=3, num_query_groups=3, kv_channels=D, rotary_interleaved=True)
+    weight = torch.arange(D).float()
+    assert L.CHANNELS.join([weight], model).tolist() == [0, 2, 1, 3]
+    assert torch.equal(L.CHANNELS.split(L.CHANNELS.join([weight], model), model)[0], weight)
+    assert torch.equal(L.CHANNELS.join([weight], MODEL), weight)
+
+
 @pytest.mark.parametrize("layout", [L.SAME, L.TURNED, L.STACKED])
 def test_others_are_undone(layout):
     parts = [torch.randn(7, WIDTH) for _ in range(2 if layout is L.STACKED else 1)]
