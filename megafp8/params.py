@@ -100,6 +100,12 @@ def named_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
         yield spec_of(params[name]), params[name]
 
 
+def specs_in_order(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+    """The same in the order in which modules were made, which is about that of their use."""
+    for param in module.parameters():
+        yield spec_of(param), param
+
+
 def unpadded(tensor: Tensor, spec: ParamSpec) -> Tensor:
     """The local tensor without padding, a view in the shape of the spec's box."""
     if tensor.numel() == math.prod(spec.box_shape):

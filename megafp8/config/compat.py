@@ -171,7 +171,6 @@ NOT_YET = (
     ),
     *not_yet("another order of ranks", "--use-tp-pp-dp-mapping", needs_ranks=True),
     *not_yet("gather overlapped with the update", "--overlap-param-gather-with-optimizer-step", needs_ranks=True),
-    *not_yet("gradients reduced in BF16", "--grad-reduce-in-bf16", needs_ranks=True),
     *not_yet("comparison of weights over ranks", "--check-weight-hash-across-dp-replicas-interval X", needs_ranks=True),
     *not_yet("optimizer state below FP32", "--use-precision-aware-optimizer"),
     *not_yet("a batch size that grows", "--step-batch-size-schedule X", "--rampup-batch-size X..."),
@@ -195,9 +194,6 @@ NOT_YET = (
 NOT_YET_FIELDS = (
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
-    NotYetField("overlap_grad_reduce", "overlapped gradient reduction", needs_ranks=True),
-    NotYetField("overlap_param_gather", "overlapped parameter gathering", needs_ranks=True),
-    NotYetField("use_distributed_optimizer", "the sharded optimizer", needs_ranks=True),
     NotYetField("fp8_param_gather", "FP8 primary weights"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("fp8_monitor_interval", "scale statistics", harmless=(0,)),

@@ -65,6 +65,9 @@ class ParallelConfig:
     overlap_param_gather: bool = flag(
         False, "Gather updated parameters while forward goes on; needs --use-distributed-optimizer."
     )
+    grad_reduce_in_bf16: bool = flag(
+        False, "Sum gradients over data-parallel ranks in BF16, half the traffic (no effect on one rank)."
+    )
     tp_comm_overlap: bool = flag(False, "Overlap tensor-parallel communication with GEMMs (no effect at size 1).")
     distributed_backend: str = flag(
         "nccl", "Communication library on GPUs; the CPU always uses gloo.", choices=("nccl", "gloo")

@@ -18,7 +18,7 @@ from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage
-from megafp8.parallel import Axis
+from megafp8.parallel import Axis, Pending
 
 
 class Weight:
@@ -28,7 +28,10 @@ class Weight:
         in each backward: memory for time.
     comm: how the weight lies over ranks: those that hold its parts share the scales of what they share.
     version: counts what was published.
+    arrival: what to wait for before the stored bytes may be read; None: nothing.
     """
+
+    arrival: Pending | None = None
 
     def __init__(
         self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True, comm: CommPlan = ALONE
@@ -61,7 +64,13 @@ class Weight:
         self._key, self._copies, self._amax = None, {}, None
 
     def _refresh(self, scale: Tensor | None) -> None:
-        """Drops the copies of another version, another parameter or another (delayed) scale."""
+        """Drops the copies of another version, another parameter or another (delayed) scale.
+
+        What is read comes after this, so this is where weights that are on their way are waited for.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
+            self.arrival = None
         key = (self.version, self.param._version, self.param.data_ptr(), scale)
         unchanged = self._key is not None and self._key[:3] == key[:3] and self._key[3] is key[3]
         if not unchanged:
@@ -138,8 +147,9 @@ def share_amaxes(weights: Iterable[Weight]) -> None:
     shared = [w for w in shared if w.recipe.quantizer("weight").spec.tile.kind == "tensor"]
     if not shared:
         return
+    for weight in shared:
+        weight._refresh(None)
     packed = torch.cat([w.recipe.quantizer("weight").amax(w.param) for w in shared])
     shared[0].shared.max_(packed)
     for weight, amax in zip(shared, packed.split(1), strict=True):
-        weight._refresh(None)
         weight._amax = amax

@@ -100,7 +100,8 @@ class GradBuffers:
         """Counts one microbatch's gradient of `param`; the last one of a bucket may send it off."""
         name = spec_of(param).name
         self._ready[name] += 1
-        if self._expected is not None and self._ready[name] == self._expected:
+        assert self._expected is None or self._ready[name] <= self._expected, f"{name}: a gradient after its last"
+        if self._ready[name] == self._expected:
             self._missing[self._bucket_of[name]] -= 1
             self._launch_complete()
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.optimizer.adamw import adamw_, step_scalars
-from megafp8.optimizer.buffers import GradBuffers, Reduction, entry_of
-from megafp8.optimizer.layout import BUCKET_ELEMENTS, BufferLayout, Entry, Group, Shard, plan_layouts
+from megafp8.optimizer.buffers import GradBuffers, Reduction, entry_of, launch_order
+from megafp8.optimizer.layout import BUCKET_ELEMENTS, Bucket, BufferLayout, Entry, Group, Shard, plan_layouts
 from megafp8.optimizer.norm import Measure, clip_coefficient
 from megafp8.optimizer.shards import ShardState
 from megafp8.optimizer.stages import StageNames
-from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish, wait_for
+from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish
 from megafp8.parallel import ParallelContext
 from megafp8.params import ParamSpec, StateItem, initial_value
 
@@ -60,10 +60,12 @@ class Sharding:
 
     distributed: each holds a shard of masters and moments. overlap_reduce: gradients are reduced during backward.
     reduce_in_bf16: they travel rounded to BF16. bucket_elements: see `plan_layouts`, where something overlaps.
+    overlap_gather: weights are to be gathered during the next forward, see `Optimizer.wait_before_use`.
     """
 
     distributed: bool = False
     overlap_reduce: bool = False
+    overlap_gather: bool = False
     reduce_in_bf16: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
 
@@ -72,6 +74,8 @@ class Sharding:
         return Sharding(
             distributed=config.optimizer.use_distributed_optimizer,
             overlap_reduce=config.parallel.overlap_grad_reduce,
+            overlap_gather=config.parallel.overlap_param_gather,
+            reduce_in_bf16=config.parallel.grad_reduce_in_bf16,
         )
 
     def plan(self, entries: Iterable[Entry], parallel: ParallelContext) -> tuple[BufferLayout, ...]:
@@ -79,7 +83,7 @@ class Sharding:
             entries,
             shards=parallel.dp_cp.size if self.distributed else 1,
             expert_shards=parallel.edp.size if self.distributed else 1,
-            bucket_elements=self.bucket_elements if self.overlap_reduce else None,
+            bucket_elements=self.bucket_elements if self.overlap_reduce or self.overlap_gather else None,
         )
 
     def reduction(self, parallel: ParallelContext) -> Reduction:
@@ -124,6 +128,7 @@ class Optimizer:
         self._flat_weights = [FlatWeights(trained, *pair) for pair in zip(self.shards, axes, strict=True)]
         self.grads = GradBuffers(trained, self.shards, self._device, sharding.reduction(self.parallel))
         self._measure = Measure(self.shards, self._specs, self.parallel, self._device, self._stages.counted_before)
+        self._overlaps_gather = False
         self.step_count = torch.zeros((), dtype=torch.int64, device=self._device)
         self.skipped_count = torch.zeros((), dtype=torch.int64, device=self._device)
 
@@ -201,11 +206,23 @@ class Optimizer:
     @torch.no_grad()
     def write_weights(self) -> None:
         """Writes the weights from the masters, on all ranks together."""
-        pending = []
+        self.weights.arrivals.wait_all()  # what is still on its way must not arrive later
         for weights, masters in zip(self._flat_weights, self.masters.flats, strict=True):
-            pending += weights.write(masters)
-        wait_for(pending)
+            weights.write(masters)
+        for number, bucket in reversed(launch_order(self.layouts)):  # what the next forward needs first goes first
+            pending = self._flat_weights[number].post_gather(bucket)
+            self.weights.arrivals.expect(self._names_in(number, bucket), pending, self.weights.params)
+        if not self._overlaps_gather:
+            self.weights.arrivals.wait_all()
         publish(param for weights in self._flat_weights for param in weights.params)
+
+    def wait_before_use(self, model: nn.Module) -> None:
+        """Lets the gather of weights overlap with the next forward: each module of `model` waits for its own."""
+        self.weights.arrivals.wait_before_use(model)
+        self._overlaps_gather = True
+
+    def _names_in(self, number: int, bucket: Bucket) -> list[str]:
+        return [s.name for s in self.layouts[number].slots if bucket.start <= s.start < s.stop <= bucket.stop]
 
     def _scalar(self, value: Tensor | int) -> Tensor:
         """As FP64 on the device; a number is filled in there, since a copy would wait for the device."""

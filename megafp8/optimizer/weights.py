@@ -8,7 +8,7 @@ no path can leave a stale copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megafp8.fp8.param import Weight, share_amaxes
 from megafp8.optimizer.layout import Bucket, Shard
 from megafp8.parallel import Axis, Pending
-from megafp8.params import ParamSpec, StateItem, unpadded
+from megafp8.params import ParamSpec, StateItem, spec_of, unpadded
 
 PREFIX = "model/"
 """Global names of weights in a checkpoint: `model/<parameter>`."""
@@ -30,10 +30,12 @@ class ModelWeights:
         self.params: dict[str, nn.Parameter] = {spec.name: param for spec, param in pairs}
         self.specs: dict[str, ParamSpec] = {spec.name: spec for spec, _ in pairs}
         assert len(self.params) == len(pairs), "two parameters share a global name"
+        self.arrivals = Arrivals()
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Writes FP32 values in the parameters' local shapes, then publishes them together."""
+        self.arrivals.wait_all()
         for name, value in values.items():
             owner = getattr(self.params[name], "owner", None)
             if owner is None:
@@ -48,6 +50,7 @@ class ModelWeights:
 
     def state(self) -> dict[str, StateItem]:
         """Weights in their compute dtype (BF16 or FP32, whatever the recipe), without vocabulary padding."""
+        self.arrivals.wait_all()
         return {
             PREFIX + name: StateItem(unpadded(self.high_precision(name), spec), spec.shape, spec.box)
             for name, spec in self.specs.items()
@@ -72,6 +75,50 @@ def publish(params: Iterable[nn.Parameter]) -> None:
     share_amaxes(owner for owner in owners if isinstance(owner, Weight))
 
 
+class Arrival:
+    """Weights that are on their way from other ranks, until somebody waits for them."""
+
+    def __init__(self, pending: Pending):
+        self._pending: Pending | None = pending
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+
+class Arrivals:
+    """The weights that may not be read yet, by global name."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, Arrival] = {}
+
+    def expect(self, names: Iterable[str], pending: Pending, params: Mapping[str, nn.Parameter]) -> None:
+        """Their owners, if any, wait before they derive anything; others are waited for by name."""
+        arrival = Arrival(pending)
+        for name in names:
+            self._of[name] = arrival
+            owner = getattr(params[name], "owner", None)
+            if isinstance(owner, Weight):
+                owner.arrival = arrival
+
+    def wait(self, names: Iterable[str]) -> None:
+        for name in names:
+            arrival = self._of.pop(name, None)
+            if arrival is not None:
+                arrival.wait()
+
+    def wait_all(self) -> None:
+        self.wait(list(self._of))
+
+    def wait_before_use(self, model: nn.Module) -> None:
+        """From now on every module waits for its own weights when it is called, in whatever order that happens."""
+        for module in model.modules():
+            names = [spec_of(param).name for param in module.parameters(recurse=False)]
+            if names:
+                module.register_forward_pre_hook(lambda module, args, names=names: self.wait(names))
+
+
 class FlatWeights:
     """The high-precision weights of one flat buffer: the parameters become views of it.
 
@@ -89,23 +136,15 @@ class FlatWeights:
                 param.data = view.copy_(param)
 
     @torch.no_grad()
-    def write(self, masters: Tensor) -> list[tuple[Bucket, Pending]]:
-        """Rounds this rank's shards of the masters (flat) into the buffer and starts to gather the other ranks'.
-
-        Returns the buckets with what to wait for before their weights may be read.
-        """
+    def write(self, masters: Tensor) -> None:
+        """Rounds this rank's shards of the masters (flat) into the buffer."""
         for run in self.shard.ranges:
             self.flat[run.start : run.stop].copy_(masters[run.local : run.local + run.stop - run.start])
         for param in self.params:
             torch.autograd.graph.increment_version(param)  # writing to the buffer doesn't count as writing to a view
-        return [(bucket, self._gather(bucket)) for bucket in reversed(self.shard.layout.buckets)]
 
-    def _gather(self, bucket: Bucket) -> Pending:
+    def post_gather(self, bucket: Bucket) -> Pending:
+        """Starts to gather the other ranks' shards of a bucket."""
         own = self.flat[self.shard.layout.share(bucket, self.shard.rank)]
         axis = self.axis if self.shard.layout.shards > 1 and bucket.start < bucket.stop else Axis()
         return axis.post_gather_into(self.flat[bucket.start : bucket.stop], own)
-
-
-def wait_for(pending: Sequence[tuple[Bucket, Pending]]) -> None:
-    for _, one in pending:
-        one.wait()

@@ -16,7 +16,7 @@ from megafp8.data import Datasets, Tokenizer, build_datasets, build_tokenizer, s
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
-from megafp8.params import named_specs
+from megafp8.params import named_specs, specs_in_order
 from megafp8.training.step import PipelinePlan
 
 
@@ -76,6 +76,8 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     model = build_model(config, parallel, device)
     ends = model.ends() if config.optimizer.decoupled_lr is not None else ()
     decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
-    optimizer = build_optimizer(named_specs(model), config, parallel, decoupled=decoupled)
+    optimizer = build_optimizer(specs_in_order(model), config, parallel, decoupled=decoupled)
+    if config.parallel.overlap_param_gather:
+        optimizer.wait_before_use(model)
     scaling, plan = DelayedScaling.of(model), PipelinePlan.of(config, parallel)
     return Parts(config, parallel, device, tokenizer, datasets, model, optimizer, scaling, schedule, plan)

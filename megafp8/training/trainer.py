@@ -132,7 +132,7 @@ class Trainer:
             self._advance()
             self.log.note(f"iteration {iteration}: its data is passed over (--iterations-to-skip)")
             return []
-        parts.optimizer.zero_grad()
+        parts.optimizer.zero_grad(count)
         output = forward_backward(
             parts.model,
             parts.optimizer,

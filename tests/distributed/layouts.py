@@ -26,7 +26,7 @@ from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, build_parallel
-from megafp8.params import named_specs, unpadded
+from megafp8.params import StateItem, name_of, specs_in_order
 from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 from tests.distributed.pool import WorkerPool
 
@@ -174,13 +174,16 @@ def train(
         if fault is not None:
             fault(stack)
         model = build_model(config, parallel, "cpu")
-        optimizer = build_optimizer(named_specs(model), config, parallel)
+        optimizer = build_optimizer(specs_in_order(model), config, parallel)
+        if config.parallel.overlap_param_gather:
+            optimizer.wait_before_use(model)
         scaling = DelayedScaling.of(model)
         if load is not None:
             load_states(load, [optimizer.weights, optimizer] + [scaling] * (scaling is not None), parallel)
+        count = config.train.global_batch_size // (config.train.micro_batch_size * parallel.dp.size)
         run, plan = Run(), PipelinePlan.of(config, parallel)
         for iteration in range(1, steps + 1):
-            optimizer.zero_grad()
+            optimizer.zero_grad(count)
             output = forward_backward(
                 model,
                 optimizer,
@@ -193,7 +196,7 @@ def train(
                 observe=watch,
             )
             if iteration == 1:
-                run.grads = parts_of(optimizer.grads.state.views, model)
+                run.grads = parts_of(optimizer.gradients())
             if scaling is not None:
                 advance_scaling(scaling, parallel)
             stats = optimizer.step(
@@ -205,7 +208,7 @@ def train(
             run.losses.append(output.loss.item())
             run.norms.append(stats.grad_norm.item())
             run.skipped.append(bool(stats.skipped))
-        run.weights = parts_of(optimizer.masters.views, model)
+        run.weights = parts_of(optimizer.masters.state("", optimizer.weights.specs))
         run.extra = observe(model, optimizer, parallel) if observe is not None else None
     return run
 
@@ -218,15 +221,16 @@ def load_states(directory: str, owners: list, parallel: ParallelContext) -> None
         owner.load_state(tensors)
 
 
-def parts_of(values: dict[str, Tensor], model) -> dict[str, Part]:
-    return {s.name: (s.box, s.shape, unpadded(values[s.name], s).clone()) for s, _ in named_specs(model)}
+def parts_of(items: dict[str, StateItem]) -> dict[str, Part]:
+    return {key: (item.box, tuple(item.shape), item.tensor.clone()) for key, item in items.items()}
 
 
 def assemble(parts: list[dict[str, Part]]) -> dict[str, Tensor]:
     """Global tensors of the ranks' parts; AssertionError where copies differ, or nobody holds an element."""
     whole: dict[str, Tensor] = {}
     held: dict[str, Tensor] = {}
-    for name, (box, shape, values) in (item for part in parts for item in part.items()):
+    for key, (box, shape, values) in (item for part in parts for item in part.items()):
+        name = name_of(key)
         total, seen = whole.setdefault(name, torch.zeros(shape)), held.setdefault(name, torch.zeros(shape, dtype=bool))
         place = tuple(slice(a, b) for a, b in box)
         again = seen[place]
