@@ -145,7 +145,7 @@ CASES = [(kind, sp, recipe) for kind in ("column", "row") for sp in (False, True
 
 @pytest.mark.parametrize(("kind", "sp", "recipe"), CASES)
 def test_equals_the_whole_linear(pool, kind, sp, recipe):
-    """Rows a rank that are no multiple of any tile: 3 ranks' worth of uneven tiles with 2 and 4 ranks."""
+    """CASES 13: rows a rank that are no multiple of any tile, on 2 and 4 ranks."""
     for world, rows in ((2, 200), (4, 84)):
         ranks = pool.run_on(world, parallel_linear, kind, sp, recipe, rows)
         expected = run(ALONE, recipe, data(rows))
@@ -179,6 +179,19 @@ def test_quantized_operands_are_those_of_the_whole_linear(pool, kind, recipe):
                 if dim is not None and whole.numel() > 1:  # a tensorwise scale is shared
                     whole = whole.chunk(world, dim)[rank]
                 assert torch.equal(actual[name][place], whole), (name, place)
+
+
+def unshared(recipe: str, rows: int) -> dict[str, list[Tensor]]:
+    with mock.patch.object(Axis, "max_", lambda self, x: x):
+        return parallel_linear("column", True, recipe, rows)[1]
+
+
+@pytest.mark.parametrize(("recipe", "gemm_name"), [("tensorwise", "fprop"), ("blockwise", "wgrad"), ("mxfp8", "wgrad")])
+def test_amaxes_that_are_not_shared_would_show(pool, recipe, gemm_name):
+    """The bytes that the test above compares are others without the max all-reduces."""
+    shared, alone = pool.run_on(2, parallel_linear, "column", True, recipe, 200), pool.run_on(2, unshared, recipe, 200)
+    for (_, good, _), bad in zip(shared, alone, strict=True):
+        assert any(not torch.equal(a, b) for a, b in zip(good[gemm_name], bad[gemm_name], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
