@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
 
-from .language import gl, jit, layout_of
 from .quantize import BLOCK, Stored, allocate, pointers, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import NORM_BOTH, NORM_COLUMNS, norm_rows_config
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
+    layout_of,
     load_f32,
     round_through,
     tile_layout,

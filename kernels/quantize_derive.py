@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
 
-from .language import gl, jit, layout_of
 from .quantize import Stored, allocate, allocate_scales, pointers, readable, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import GROUPED, GROUPED_COLUMNS, TRANSPOSE
 from .quantize_device import (
     emit_colwise,
     emit_rowwise,
+    layout_of,
     load_tile,
     nonfinite_to_nan,
     store_transposed_bytes,

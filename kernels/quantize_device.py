@@ -12,12 +12,20 @@ computed once and not in every thread; and the transposed bytes leave as words o
 rows of a column (`rows_first`: the same thread owns the same elements, counted rows first).
 """
 
-from .language import INTERPRETED, constexpr_function, gl, jit, layout_of
+from triton.experimental.gluon import constexpr_function, jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 
 # How a stored scale is made from an amax.
 FP32 = gl.constexpr(0)
 POWER_OF_TWO = gl.constexpr(1)
 E8M0 = gl.constexpr(2)
+
+
+@builtin
+def layout_of(x, _semantic=None):
+    """The layout of a tensor, as a compile-time value."""
+    return gl.constexpr(x.type.layout)
 
 
 @constexpr_function
@@ -67,7 +75,7 @@ def nonfinite_to_nan(x):
 @jit
 def to_compute_dtype(x, dtype: gl.constexpr):
     """x rounded to nearest even. (Packed conversions to BF16 are fast, single ones very slow.)"""
-    if dtype == gl.bfloat16 and not INTERPRETED:
+    if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True,
                                       pack=2)
     else:
@@ -78,7 +86,7 @@ def to_compute_dtype(x, dtype: gl.constexpr):
 @jit
 def round_through(x, dtype: gl.constexpr):
     """FP32 values rounded to a compute dtype, non-finite ones as NaN: what the quantizer would read from memory."""
-    if dtype == gl.bfloat16 and not INTERPRETED:
+    if dtype == gl.bfloat16:
         y = gl.inline_asm_elementwise(
             "{ .reg .b32 p, zero; mov.b32 zero, 0; cvt.rn.bf16x2.f32 p, $3, $2; fma.rn.bf16x2 p, p, zero, p;"
             " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }",
@@ -125,9 +133,7 @@ def cast_fp8(x, FMAX: gl.constexpr):
     Four neighbouring registers become one word. (Triton's own cast makes 16-bit pairs, of which ptxas 12.8 has been
     seen to miscompile the transposition: tests/gpu caught it.)
     """
-    if INTERPRETED:
-        q = x.to(gl.float8e4nv if FMAX == 448.0 else gl.float8e5).to(gl.uint8, bitcast=True)
-    elif FMAX == 448.0:
+    if FMAX == 448.0:
         q = gl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
             " mov.b32 $0, {lo, hi}; }", "=r,f,f,f,f", [x], dtype=gl.uint8, is_pure=True, pack=4)

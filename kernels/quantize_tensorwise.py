@@ -6,7 +6,9 @@ still in L2. With delayed scaling the scale is given, and the amax is recorded o
 maximum (bits of non-negative floats are ordered as integers), which is deterministic.
 """
 
-from .language import gl, jit
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+
 from .quantize_device import load_tile, scale_from_amax, store_rowwise, store_transposed, tile_layout, tile_origin
 
 

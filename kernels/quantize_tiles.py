@@ -6,11 +6,14 @@
 B is 128 (blockwise) or 32 (MXFP8). One program handles one register tile of BLOCK_M x BLOCK_K.
 """
 
-from .language import gl, jit, layout_of
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+
 from .quantize_device import (
     emit_2d,
     emit_colwise,
     emit_rowwise,
+    layout_of,
     load_tile,
     tile_layout,
     tile_mask,

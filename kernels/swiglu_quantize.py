@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
 
-from .language import INTERPRETED, gl, jit
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import SWIGLU_BOTH, SWIGLU_COLUMNS, SWIGLU_GRAD, SWIGLU_GRAD_HIGH_PRECISION, SWIGLU_ROWS
 from .quantize_device import (
@@ -36,21 +37,17 @@ if TYPE_CHECKING:
 @jit
 def exp2_fast(x):
     """2^x for x <= 0 by the special-function unit; results below 2^-126 are zero."""
-    if INTERPRETED:
-        y = gl.exp2(x)
-    else:
-        y = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-    return y
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @jit
 def reciprocal_fast(x):
     """1 / x for x between 1 and 2, within an ulp of FP32."""
-    if INTERPRETED:
-        y = 1.0 / x
-    else:
-        y = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-    return y
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @jit

@@ -1,13 +1,14 @@
-"""What tests of kernels need on machines without a GPU: compiling launches ahead of time, and a corrected interpreter.
+"""What tests of kernels need on machines without a GPU: compiling launches ahead of time, and running them.
 
 `captured_launches` records what host functions would launch on CPU tensors; `compile_launch` compiles such a launch
-for a GPU that need not be there, `resources` reads registers, spills and instructions from the result.
-`fix_interpreter` mends Triton's interpreter (`TRITON_INTERPRET=1`), which casts to FP8 and BF16 wrongly without an
-error.
+for a GPU that need not be there, `resources` reads registers, spills and instructions from the result, and `emulate`
+runs it on the CPU (`emulated_launches`: every launch inside). For kernels in plain Triton there is also its interpreter
+(`TRITON_INTERPRET=1`), which casts to FP8 and BF16 wrongly without an error: `fix_interpreter` mends that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -25,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from .ptx_emulator import FIRST_ADDRESS, Program
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes one program may use on Hopper
@@ -108,6 +111,58 @@ def resources(compiled: triton.compiler.CompiledKernel) -> Resources:
     return Resources(registers, spills, compiled.metadata.shared, counts)
 
 
+def emulate(launch: Launch, ptx: str | None = None) -> None:
+    """Runs a captured launch on its CPU tensors. ptx: instead of what the launch compiles to."""
+    compiled = compile_launch(launch)
+    kernel, names = launch.kernel, list(launch.kernel.signature.parameters)
+    bound = dict(zip(names, launch.args, strict=False)) | {n: v for n, v in launch.kwargs.items() if n in names}
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(HOPPER))
+    _, specialization, _ = binder(*launch.args, **launch.kwargs, debug=False, instrumentation_mode="")
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    end = FIRST_ADDRESS
+    for value in bound.values():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in storages:
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage(), end
+            end += (value.untyped_storage().nbytes() + 511) // 256 * 256  # a gap, so that overruns are noticed
+    memory = np.zeros(end, np.uint8)
+    for storage, start in storages.values():
+        memory[start : start + storage.nbytes()] = _bytes_of(storage)
+    arguments: list[Any] = []
+    for name, (kind, _) in zip(names, specialization, strict=True):
+        value = bound[name]
+        if isinstance(value, torch.Tensor):
+            start = storages[value.untyped_storage().data_ptr()][1]
+            arguments.append(start + value.storage_offset() * value.element_size())
+        elif kind != "constexpr":
+            arguments.append(value)
+    program = Program(ptx or compiled.asm["ptx"], memory, max(compiled.metadata.shared, 16))
+    arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's scratch pointers
+    for index in range(launch.grid[0]):
+        program.run(index, launch.grid[0], arguments)
+    for storage, start in storages.values():
+        _bytes_of(storage)[:] = memory[start : start + storage.nbytes()]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> np.ndarray:
+    buffer = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(buffer, np.uint8)
+
+
+@contextmanager
+def emulated_launches() -> Iterator[None]:
+    """Inside, kernels launched on CPU tensors are compiled for Hopper and run here."""
+    run = JITFunction.run
+
+    def emulate_launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        emulate(Launch(kernel, args, kwargs, grid))
+
+    JITFunction.run = emulate_launch
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
 def fix_interpreter() -> None:
     """Makes the interpreter of this process convert floats as the GPU does, through `ml_dtypes`.
 
@@ -116,7 +171,7 @@ def fix_interpreter() -> None:
     """
     import ml_dtypes
     import triton.language as tl
-    from triton.runtime import interpreter, jit
+    from triton.runtime import interpreter
 
     numpy_types = {
         tl.bfloat16: ml_dtypes.bfloat16,
@@ -146,12 +201,6 @@ def fix_interpreter() -> None:
     def maximum_of_numbers(self, x, y):
         return interpreter.TensorHandle(np.fmax(x.data, y.data), x.dtype.scalar)
 
-    normalize_type = jit._normalize_ty
-
-    def normalize_gluon_type(annotation):
-        return normalize_type(annotation.removeprefix("gl.") if isinstance(annotation, str) else annotation)
-
-    jit._normalize_ty = normalize_gluon_type  # else `gl.constexpr` is not recognized
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_maxnumf = maximum_of_numbers
     interpreter.InterpreterBuilder.create_fma = fused_multiply_add

@@ -1,4 +1,4 @@
-"""Quantization kernels against the reference, byte for byte. Runs on a GPU, or in Triton's interpreter."""
+"""Quantization kernels against the reference, byte for byte. tests/kernels runs some in an emulator."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from megafp8.fp8 import reference
 from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
 from tests.gpu.quantize_cases import (
     DEVICE,
+    EMULATING,
     INPUTS,
-    INTERPRETING,
     SPECS,
     assert_same,
     expected,
@@ -25,9 +25,9 @@ from tests.gpu.quantize_cases import (
 pytestmark = needs_device
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.safetensors"))
-SHAPES = [(256, 384), (128, 1024)] if not INTERPRETING else [(128, 256)]
-RAGGED = [(1, 1), (7, 40), (129, 272), (300, 303), (4, 712)] if not INTERPRETING else [(7, 40), (130, 67)]
-ORIENTATIONS = [(True, False), (True, True)] if INTERPRETING else [(True, False), (False, True), (True, True)]
+SHAPES = [(256, 384), (128, 1024)] if not EMULATING else [(128, 256)]
+RAGGED = [(1, 1), (7, 40), (129, 272), (300, 303), (4, 712)] if not EMULATING else [(7, 40), (130, 67)]
+ORIENTATIONS = [(True, False), (True, True)] if EMULATING else [(True, False), (False, True), (True, True)]
 
 
 def check(x, spec, rowwise=True, colwise=True, what="", **kwargs):
@@ -86,7 +86,7 @@ def test_dtypes(dtype):
 @pytest.mark.parametrize("name", ["blockwise", "blockwise_fp32", "mxfp8", "blockwise_2d", "mxfp8_2d", "tensorwise"])
 def test_strided_inputs_give_what_their_contiguous_copies_give(name):
     """CASES 41."""
-    base = normal(*((160, 192) if not INTERPRETING else (96, 128))).to(DEVICE)
+    base = normal(*((160, 192) if not EMULATING else (96, 128))).to(DEVICE)
     before = base.clone()
     views = {
         "transposed": base.t(),
@@ -154,7 +154,7 @@ def test_power_of_two_scales_round_down(name):
 def test_scale_boundaries_of_every_significand():
     """Powers of two are made from bits: every amax around 1.75 * 2^k and 2^k, and 100 000 random ones."""
     edges = torch.tensor([1.0, 1.75], dtype=torch.float32).view(torch.int32)[:, None] + torch.arange(-3, 4)
-    random = torch.randint(1, 0x7F800000, (100_000 if not INTERPRETING else 500,), dtype=torch.int32)
+    random = torch.randint(1, 0x7F800000, (100_000 if not EMULATING else 500,), dtype=torch.int32)
     exponents = torch.arange(-126, 127, 9, dtype=torch.int32)[:, None] << 23
     bits = torch.cat([(edges.flatten() + exponents).flatten(), random, torch.arange(1, 9), torch.tensor([0x7F7FFFFF])])
     x = bits.to(torch.int32).view(torch.float32)[:, None]
@@ -258,7 +258,7 @@ def test_users_mistakes_are_named():
         kernels.quantize(torch.zeros(4, 4, device=DEVICE), OperandSpec(E4M3, Tile("1d", 48), Scale.FP32))
 
 
-@pytest.mark.skipif(INTERPRETING, reason="needs 20 GB")
+@pytest.mark.skipif(EMULATING, reason="needs 20 GB")
 @pytest.mark.parametrize("name", ["blockwise", "blockwise_2d", "mxfp8", "tensorwise"])
 def test_more_than_2_to_the_31_elements(name):
     rows, columns = 2**31 // 16384 + 256, 16384

@@ -8,7 +8,7 @@ from megafp8.fp8 import reference
 from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
 from tests.gpu.quantize_cases import (
     DEVICE,
-    INTERPRETING,
+    EMULATING,
     ONE_D,
     SPECS,
     assert_same,
@@ -22,9 +22,9 @@ from tests.gpu.quantize_cases import (
 pytestmark = needs_device
 
 DERIVABLE = {name: spec for name, spec in ONE_D.items() if spec.scale is not Scale.FP32}
-SHAPES = [(256, 384), (300, 304), (129, 40)] if not INTERPRETING else [(130, 176)]
+SHAPES = [(256, 384), (300, 304), (129, 40)] if not EMULATING else [(130, 176)]
 COUNTS = [[128, 0, 256, 1], [0, 0, 7], [16, 160, 48, 0, 32], [300], [33, 95, 1, 128, 127, 129]]
-if INTERPRETING:
+if EMULATING:
     COUNTS = [[130, 0, 7], [16, 32]]
 
 

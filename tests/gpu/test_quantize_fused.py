@@ -7,7 +7,7 @@ from megafp8.kernels import norm_quantize, quantize, swiglu_quantize
 
 from tests.gpu.quantize_cases import (
     DEVICE,
-    INTERPRETING,
+    EMULATING,
     ONE_D,
     SPECS,
     assert_same,
@@ -21,7 +21,7 @@ pytestmark = needs_device
 
 NORM_SHAPES = [(256, 4096), (128, 7168), (384, 128), (5, 712), (130, 304), (2, 20480)]
 SWIGLU_SHAPES = [(256, 256), (7, 160), (300, 384), (129, 1)]
-if INTERPRETING:
+if EMULATING:
     NORM_SHAPES, SWIGLU_SHAPES = [(12, 512), (5, 712)], [(128, 128), (7, 160)]
 
 
@@ -143,7 +143,7 @@ def test_unfit_arguments_are_named():
 
 
 def test_fused_bytes_equal_the_quantization_kernels_bytes():
-    x = gates(256 if not INTERPRETING else 128, 128).to(DEVICE)
+    x = gates(256 if not EMULATING else 128, 128).to(DEVICE)
     fused = swiglu_quantize.swiglu_quantize(x, SPECS["blockwise"], colwise=True, high_precision=True)
     row, col = quantize.quantize(fused.y, SPECS["blockwise"], True, True)
     assert torch.equal(raw(fused.rowwise[0]), raw(row[0]))

@@ -1,0 +1,376 @@
+"""Runs compiled kernels (PTX) on the CPU with numpy, so that machines without a GPU check what the compiler made.
+
+All threads of a program execute in lockstep, one instruction at a time over arrays of registers. That hides timing, so
+shared memory keeps a log: an access that touches bytes which another warp has touched since the last barrier, one of
+the two writing, is a race and raises. So do misaligned and out-of-bounds accesses and branches that diverge.
+It knows the instructions that the quantization kernels compile to (no tensor cores, no asynchronous copies) and raises
+NotImplementedError for others. What it cannot check is ptxas, which makes machine code from PTX.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+BF16 = ml_dtypes.bfloat16
+FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+FIRST_ADDRESS = 4096  # of global memory; below it, nothing may be touched
+
+
+class Instruction(NamedTuple):
+    """`@predicate opcode.parts operands`"""
+
+    predicate: str
+    parts: list[str]
+    operands: list[str]
+
+
+def parse(ptx: str) -> tuple[list[Instruction], dict[str, int], list[str], int]:
+    """(instructions, label -> index, parameter names, threads a program) of a module with one kernel."""
+    header, _, rest = ptx[ptx.index(".entry") :].partition("{")
+    parameters = re.findall(r"(\w+_param_\d+)", header)
+    threads = int(re.search(r"\.reqntid\s+(\d+)", header).group(1))
+    text = re.sub(r"//[^\n]*", "", rest[: rest.index("// -- End function")])
+    text = re.sub(r"^\s*\.loc[^\n]*", "", text, flags=re.M)
+    text = re.sub(r"(\$L\w+):", r"label \1;", text)
+    program: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for statement in text.split(";"):
+        # Braces around inline assembly open a scope, those inside an operand list make a vector.
+        statement = re.sub(r"^[{}\s]+", "", " ".join(statement.split()))
+        if statement.startswith("label"):
+            labels[statement.split()[1]] = len(program)
+        elif statement and not statement.startswith("."):
+            match = re.match(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)$", statement)
+            operands = re.findall(r"[^,{}\[\]\s][^,{}\[\]]*|\{[^}]*\}|\[[^\]]*\]", match.group(3))
+            program.append(Instruction(match.group(1) or "", match.group(2).split("."), [o.strip() for o in operands]))
+    return program, labels, parameters, threads
+
+
+class SharedMemory:
+    """Bytes, and who touched each of them last since which barrier."""
+
+    def __init__(self, size: int, warps: np.ndarray) -> None:
+        self.data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+        self.warps, self.epoch = warps, 0
+        self.written, self.read = (np.full((2, size), -1) for _ in range(2))  # [epoch, warp] of the last access
+
+    def note(self, index: np.ndarray, active: np.ndarray, writes: bool) -> None:
+        warp = np.broadcast_to(self.warps[active][:, None], index.shape)
+        for (epoch, toucher), kind in ((self.written, "write"), (self.read, "read")):
+            if (writes or kind == "write") and ((epoch[index] == self.epoch) & (toucher[index] != warp)).any():
+                raise AssertionError(f"race: shared memory after a {kind} by another warp, no barrier between")
+        log = self.written if writes else self.read
+        log[0][index], log[1][index] = self.epoch, warp
+
+
+class Program:
+    """One program (CTA) of a kernel."""
+
+    def __init__(self, ptx: str, memory: np.ndarray, shared: int) -> None:
+        self.code, self.labels, self.parameters, self.threads = parse(ptx)
+        self.memory, self.shared_size = memory, shared
+        self.thread = np.arange(self.threads)
+
+    def run(self, index: int, programs: int, arguments: list[Any]) -> None:
+        self.registers: dict[str, np.ndarray] = {}
+        self.special = {"%tid.x": self.thread, "%ctaid.x": index, "%nctaid.x": programs, "global_smem": 0}
+        self.arguments = dict(zip(self.parameters, arguments, strict=True))
+        self.shared = SharedMemory(self.shared_size, self.thread // 32)
+        position = 0
+        while position < len(self.code):
+            instruction = self.code[position]
+            position += 1
+            self.mask = self.predicate(instruction.predicate) if instruction.predicate else None
+            name = instruction.parts[0]
+            if name in ("bra", "ret"):
+                taken = np.ones(1, bool) if self.mask is None else self.mask
+                assert taken.all() or not taken.any(), "threads diverge"
+                if taken.all():
+                    position = len(self.code) if name == "ret" else self.labels[instruction.operands[0]]
+            elif name == "bar":
+                self.shared.epoch += 1
+            else:
+                self.handler(instruction)(instruction.parts, instruction.operands)
+
+    def handler(self, instruction: Instruction) -> Callable[[list[str], list[str]], None]:
+        name, last = instruction.parts[0], instruction.parts[-1]
+        by_name = {"ld": self.load, "st": self.store, "ldmatrix": self.matrix, "stmatrix": self.matrix,
+                   "mov": self.move, "setp": self.compare, "selp": self.select, "shfl": self.shuffle,
+                   "cvt": self.convert, "prmt": self.permute_bytes, "atom": self.atomic_max}
+        if name in by_name:
+            return by_name[name]
+        if last == "pred":
+            return self.logic
+        if last in ("f32", "bf16x2") and name in FLOATS:
+            return self.arithmetic
+        if re.fullmatch(r"[bus]\d+", last) and (name in INTEGERS or name in ("shl", "shr", "bfe")):
+            return self.integer
+        raise NotImplementedError(".".join(instruction.parts))
+
+    # Operands
+
+    def predicate(self, name: str) -> np.ndarray:
+        return ~self.registers[name[1:]] if name.startswith("!") else self.registers[name]
+
+    def value(self, operand: str, bits: int = 32) -> np.ndarray:
+        """An operand's bits, zero-extended or cut. Registers that nothing wrote hold garbage, as on a GPU."""
+        kind = UNSIGNED[bits]
+        if operand in self.special:
+            return np.broadcast_to(np.asarray(self.special[operand]), self.threads).astype(kind)
+        if operand.startswith("0f"):
+            return np.full(self.threads, int(operand[2:], 16), np.uint32)
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
+            return np.full(self.threads, int(operand.rstrip("U"), 0) & ((1 << bits) - 1), kind)
+        if operand not in self.registers:
+            return np.random.default_rng(bits).integers(0, 2**bits, self.threads, dtype=kind)
+        return self.registers[operand].astype(kind)
+
+    def single(self, operand: str) -> np.ndarray:
+        return self.value(operand).view(np.float32)
+
+    def typed(self, operand: str, kind: str) -> np.ndarray:
+        """By PTX type: u32, s64, b16, f32, bf16, ..."""
+        if kind == "bf16":
+            return self.value(operand, 16).view(BF16).astype(np.float32)
+        bits = max(16, int(kind.lstrip("busf")))
+        values = self.value(operand, bits)
+        if kind[0] == "f":
+            return values.view({16: np.float16, 32: np.float32, 64: np.float64}[bits])
+        return values.view(values.dtype.name[1:]) if kind[0] == "s" else values
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        value = value.view(f"u{value.dtype.itemsize}") if value.dtype != bool else value
+        if self.mask is not None:
+            old = self.registers.get(name, np.zeros_like(value)).astype(value.dtype)
+            value = np.where(self.mask, value, old)
+        self.registers[name] = value
+
+    @staticmethod
+    def vector(operand: str) -> list[str]:
+        return [name.strip() for name in operand.strip("{} ").split(",")]
+
+    # Memory
+
+    def address(self, operand: str) -> np.ndarray:
+        base, offset = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()
+        bits = 64 if base.startswith("%rd") else 32
+        return self.value(base, bits).astype(np.int64) + int(offset or 0)
+
+    def access(self, space: str, address: np.ndarray, size: int, data: np.ndarray | None = None) -> np.ndarray | None:
+        """Reads, or writes `data [threads, size]`, for the active threads."""
+        active = np.ones(self.threads, bool) if self.mask is None else self.mask
+        index = (address[:, None] + np.arange(size))[active]
+        memory, first = (self.shared.data, 0) if space == "shared" else (self.memory, FIRST_ADDRESS)
+        assert not (address[active] % size).any(), f"misaligned {space} access of {size} bytes"
+        assert not index.size or (index.min() >= first and index.max() < len(memory)), f"{space} access out of bounds"
+        if space == "shared":
+            self.shared.note(index, active, data is not None)
+        if data is not None:
+            memory[index] = data[active]
+            return None
+        out = np.zeros((self.threads, size), np.uint8)
+        out[active] = memory[index]
+        return out
+
+    def load(self, parts: list[str], operands: list[str]) -> None:
+        if parts[1] == "param":
+            value = self.arguments[operands[1].strip("[] ")]
+            bits = 64 if operands[0].startswith("%rd") else 32
+            raw = struct.unpack("I", struct.pack("f", value))[0] if isinstance(value, float) else value
+            self.write(operands[0], np.full(self.threads, raw & ((1 << bits) - 1), UNSIGNED[bits]))
+            return
+        names, width = self.vector(operands[0]), int(re.sub(r"\D", "", parts[-1])) // 8
+        raw = self.access(parts[1], self.address(operands[1]), width * len(names)).view(UNSIGNED[8 * width])
+        for i, name in enumerate(names):
+            self.write(name, raw[:, i].astype(UNSIGNED[max(16, 8 * width)]))
+
+    def store(self, parts: list[str], operands: list[str]) -> None:
+        names, width = self.vector(operands[1]), int(re.sub(r"\D", "", parts[-1])) // 8
+        columns = [self.value(name, max(16, 8 * width)).astype(UNSIGNED[8 * width]) for name in names]
+        data = np.ascontiguousarray(np.stack(columns, 1)).view(np.uint8)
+        self.access(parts[1], self.address(operands[0]), width * len(names), data)
+
+    def matrix(self, parts: list[str], operands: list[str]) -> None:
+        """8 x 8 matrices of 16 bits: thread 8i + r names row r of matrix i, thread t holds a pair of row t / 4."""
+        loads, transposed = parts[0] == "ldmatrix", "trans" in parts
+        registers, pointers = operands if loads else operands[::-1]
+        pointers, lane = self.address(pointers), self.thread % 32
+        row, column = lane // 4, lane % 4 * 2
+        for i, name in enumerate(self.vector(registers)):
+            first = self.thread - lane + 8 * i
+            where = [pointers[first + column + h] + row * 2 for h in (0, 1)] if transposed else [
+                pointers[first + row] + (column + h) * 2 for h in (0, 1)]
+            if loads:
+                low, high = (self.access("shared", w, 2).view(np.uint16)[:, 0].astype(np.uint32) for w in where)
+                self.write(name, low | high << np.uint32(16))
+            else:
+                halves = self.value(name).view(np.uint16).reshape(-1, 2)
+                for h, w in enumerate(where):
+                    self.access("shared", w, 2, np.ascontiguousarray(halves[:, h : h + 1]).view(np.uint8))
+
+    def atomic_max(self, parts: list[str], operands: list[str]) -> None:
+        if "max" not in parts or parts[-1] != "s32":
+            raise NotImplementedError(".".join(parts))
+        active = np.flatnonzero(np.ones(self.threads, bool) if self.mask is None else self.mask)
+        where, new = self.address(operands[1]), self.value(operands[2]).view(np.int32)
+        for thread in active:
+            cell = self.memory[where[thread] : where[thread] + 4].view(np.int32)
+            cell[0] = max(cell[0], new[thread])
+
+    # Registers
+
+    def move(self, parts: list[str], operands: list[str]) -> None:
+        target, source = operands
+        if target.startswith("{"):
+            bits = 64 if source.startswith("%rd") else 32
+            halves = self.value(source, bits).view(UNSIGNED[bits // 2]).reshape(-1, 2)
+            for i, name in enumerate(self.vector(target)):
+                self.write(name, halves[:, i].copy())
+        elif source.startswith("{"):
+            bits = 32 if target.startswith("%rd") else 16
+            halves = np.stack([self.value(name, bits) for name in self.vector(source)], 1)
+            self.write(target, np.ascontiguousarray(halves).view(UNSIGNED[2 * bits])[:, 0])
+        elif parts[-1] == "pred":
+            constant = source in ("0", "-1")
+            self.write(target, np.full(self.threads, source != "0") if constant else self.predicate(source))
+        else:
+            self.write(target, self.value(source, int(parts[-1][1:])))
+
+    def compare(self, parts: list[str], operands: list[str]) -> None:
+        a, b = (self.typed(o, parts[-1]) for o in operands[1:3])
+        with np.errstate(invalid="ignore"):
+            result = {"eq": a == b, "ne": a != b, "neu": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}
+        self.write(operands[0], result[parts[1]])
+
+    def select(self, parts: list[str], operands: list[str]) -> None:
+        bits = int(parts[-1][1:])
+        condition = self.predicate(operands[3])
+        self.write(operands[0], np.where(condition, self.value(operands[1], bits), self.value(operands[2], bits)))
+
+    def logic(self, parts: list[str], operands: list[str]) -> None:
+        values = [self.predicate(o) for o in operands[1:]]
+        function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not}[parts[0]]
+        self.write(operands[0], function(*values))
+
+    def shuffle(self, parts: list[str], operands: list[str]) -> None:
+        lane, by = self.thread % 32, self.value(operands[2]).astype(np.int64)
+        source = {"bfly": lane ^ by, "up": np.where(lane >= by, lane - by, lane), "idx": by % 32}[parts[2]]
+        self.write(operands[0].split("|")[0], self.value(operands[1])[self.thread - lane + source])
+
+    def permute_bytes(self, parts: list[str], operands: list[str]) -> None:
+        source = np.stack([self.value(o) for o in operands[1:3]], 1).view(np.uint8)
+        selector = self.value(operands[3])[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
+        assert (selector < 8).all(), "sign replication"
+        self.write(operands[0], np.take_along_axis(source, selector.astype(np.int64), 1).view(np.uint32)[:, 0])
+
+    def convert(self, parts: list[str], operands: list[str]) -> None:
+        target, source = parts[-2:]
+        target_name, *sources = operands
+        with np.errstate(invalid="ignore", over="ignore"):
+            if target in FP8:  # the first source is the upper half
+                kind, largest = FP8[target]
+                halves = [self.single(o) for o in sources[::-1]]
+                halves = [np.where(np.isnan(h), 0x7F, np.clip(h, -largest, largest).astype(kind).view(np.uint8))
+                          for h in halves]
+                result = np.stack(halves, 1).astype(np.uint8).view(np.uint16)[:, 0]
+            elif target == "bf16x2":
+                halves = [self.single(o).astype(BF16).view(np.uint16) for o in sources[::-1]]
+                result = np.stack(halves, 1).view(np.uint32)[:, 0]
+            elif source in FP8:
+                halves = self.value(sources[0], 16).view(np.uint8).view(FP8[source][0]).astype(np.float16)
+                result = halves.view(np.uint32)
+            elif target == "bf16":
+                result = self.single(sources[0]).astype(BF16)
+            else:
+                bits = max(16, int(target.lstrip("busf")))
+                kind = {"f": "float", "s": "int"}.get(target[0], "int" if source[0] == "s" else "uint")
+                result = self.typed(sources[0], source).astype(f"{kind}{bits}")
+                result = result & 0xFF if source in ("u8", "b8") else result
+        self.write(target_name, np.ascontiguousarray(result))
+
+    # Arithmetic
+
+    def arithmetic(self, parts: list[str], operands: list[str]) -> None:
+        name = parts[0]
+        with np.errstate(all="ignore"):
+            if parts[-1] == "bf16x2":
+                assert name == "fma"
+                a, b, c = (self.value(o).view(BF16).astype(np.float32) for o in operands[1:])
+                result = (a * b + c).astype(BF16)
+                result = np.where(np.isnan(result), np.uint16(0x7FFF), result.view(np.uint16)).view(np.uint32)
+            else:
+                values = [self.single(o) for o in operands[1:]]
+                result = FLOATS[name](*values).astype(np.float32)
+        self.write(operands[0], result)
+
+    def integer(self, parts: list[str], operands: list[str]) -> None:
+        name, kind = parts[0], parts[-1]
+        if name == "bfe":
+            value, first, length = (self.value(o).astype(np.int64) for o in operands[1:])
+            result = value >> first & (1 << length) - 1
+            sign = 1 << length - 1
+            result = (result ^ sign) - sign if kind == "s32" else result
+            self.write(operands[0], result.astype(np.uint64).astype(np.uint32))
+            return
+        if name in ("shl", "shr"):
+            value, by = self.typed(operands[1], kind), self.value(operands[2]).astype(np.int64)
+            bits = 8 * value.dtype.itemsize
+            shift = np.left_shift if name == "shl" else np.right_shift
+            shifted = shift(value, np.minimum(by, bits - 1).astype(value.dtype))
+            self.write(operands[0], np.where((by >= bits) & (kind[0] != "s"), 0, shifted).astype(value.dtype))
+            return
+        values = [self.typed(o, kind) for o in operands[1:]]
+        if "wide" in parts or "hi" in parts:
+            double = np.int64 if kind[0] == "s" else np.uint64
+            product = values[0].astype(double) * values[1].astype(double)
+            if "hi" in parts:
+                self.write(operands[0], (product >> double(32)).astype(np.uint64).astype(np.uint32))
+            else:
+                product = product.view(np.uint64)
+                self.write(operands[0], product + self.value(operands[3], 64) if name == "mad" else product)
+            return
+        with np.errstate(over="ignore", divide="ignore"):
+            self.write(operands[0], INTEGERS[name](*values).astype(values[0].dtype))
+
+
+def _truncated_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
+    return np.where((a < 0) != (b < 0), -quotient, quotient)
+
+
+FLOATS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "fma": lambda a, b, c: a.astype(np.float64) * b + c,
+    "max": lambda *v: np.fmax(np.fmax(v[0], v[1]), v[-1]),
+    "min": lambda *v: np.fmin(np.fmin(v[0], v[1]), v[-1]),
+    "abs": np.abs,
+    "neg": np.negative,
+    "div": np.divide,
+    "sqrt": np.sqrt,
+    "rcp": lambda a: np.float32(1) / a,
+    "ex2": lambda a: np.where(a < -126, 0, np.exp2(a.astype(np.float64))),
+}
+INTEGERS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "mad": lambda a, b, c: a * b + c,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "neg": np.negative,
+    "min": np.minimum,
+    "max": np.maximum,
+    "div": _truncated_quotient,
+    "rem": lambda a, b: a - _truncated_quotient(a, b) * b,
+}

@@ -1,0 +1,147 @@
+"""Byte tests of the quantization kernels as compiled for Hopper, run by the PTX emulator: no GPU needed.
+
+The same tests run in full on a GPU (tests/gpu). The emulator also raises on shared-memory races, misaligned and
+out-of-bounds accesses.
+"""
+
+import re
+
+import pytest
+import torch
+from megafp8.kernels import quantize, testing
+
+from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused
+from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
+
+pytestmark = pytest.mark.skipif(not EMULATING, reason="tests/gpu runs these on the GPU that is here")
+
+
+@pytest.fixture(autouse=True)
+def _emulator():
+    with testing.emulated_launches():
+        yield
+
+
+@pytest.mark.parametrize("file", test_quantize.GOLDEN[:1] + test_quantize.GOLDEN[2:3], ids=lambda path: path.stem)
+def test_golden_vectors(file):
+    test_quantize.test_golden_vectors(file)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_recipes(spec):
+    """CASES 07 among them: zero rows, columns and blocks; NaN and Inf; the whole range of BF16; subnormals."""
+    for make in (holes, wide):
+        test_quantize.check(make(128, 256), spec, what=make.__name__)
+    test_quantize.check(subnormal(128, 256, torch.bfloat16), spec, what="subnormal")
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "blockwise_2d", "tensorwise"])
+def test_ragged_rows_alone_columns_alone(name):
+    x = holes(130, 67)
+    test_quantize.check(x, SPECS[name], True, False)
+    test_quantize.check(x, SPECS[name], False, True)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8_2d", "tensorwise"])
+def test_strided_inputs(name):
+    """CASES 41."""
+    test_quantize.test_strided_inputs_give_what_their_contiguous_copies_give(name)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256, 0)], ids=str)
+def test_empty_tensors(shape):
+    for spec in SPECS.values():
+        test_quantize.test_empty_tensors(shape, spec)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "blockwise_2d", "tensorwise"])
+def test_amaxes_in_and_out_and_the_device_flag(name):
+    test_quantize.test_amax_and_quantization_under_a_given_amax(SPECS[name])
+    test_quantize.test_device_flag_turns_a_weight_update_off(name)
+
+
+def test_scales_from_amaxes():
+    """CASES 09, 38, 39, and every edge of the bits that powers of two are made from."""
+    test_quantize.test_mxfp8_codes_round_up()
+    test_quantize.test_power_of_two_scales_round_down("blockwise")
+    test_quantize.test_fp32_scale_of_a_bf16_amax()
+    test_quantize.test_scale_boundaries_of_every_significand()
+
+
+def test_delayed_scaling_records_the_amax():
+    test_quantize.test_given_scale_saturates_and_records_the_amax("tensorwise", 3.0)
+    test_quantize.test_current_scaling_reports_its_amax()
+
+
+def test_layout_guards_and_mistakes():
+    test_quantize.test_outputs_are_written_completely_and_nothing_beside_them()
+    test_quantize.test_scales_lie_as_gemms_want_them()
+    test_quantize.test_users_mistakes_are_named()
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_copies_from_bytes_and_experts_rows(name):
+    derive = test_quantize_derive
+    derive.test_colwise_copy_from_rowwise_bytes(holes, (130, 176), SPECS[name])
+    derive.test_experts_tiles_restart_at_their_first_rows([130, 0, 7], SPECS[name])
+    derive.test_deriving_under_fp32_scales_is_refused()
+
+
+def test_experts_aligned_rows_bytes_and_rewrites():
+    derive = test_quantize_derive
+    derive.test_experts_aligned_rows([128, 0, 256, 16])
+    derive.test_experts_colwise_copies_from_bytes([16, 32])
+    derive.test_rows_past_the_last_offset_are_left_alone()
+    derive.test_transpose((130, 176))
+    derive.test_blockwise_rewritten_as_mxfp8((130, 176), "1d")
+    derive.test_blockwise_rewritten_as_mxfp8((130, 176), "2d")
+
+
+@pytest.mark.parametrize(("shape", "name", "offset"), [((130, 512), "blockwise", 0.0), ((5, 712), "mxfp8", 1.0)])
+def test_norm(shape, name, offset):
+    test_quantize_fused.test_norm(shape, ONE_D[name], offset)
+
+
+def test_norm_of_odd_inputs():
+    test_quantize_fused.test_norm_of_nonfinite_rows_reaches_the_bytes()
+    test_quantize_fused.test_norm_of_no_tokens_and_of_strided_rows()
+
+
+@pytest.mark.parametrize(("shape", "name"), [((128, 128), "blockwise"), ((7, 160), "mxfp8")])
+def test_swiglu_and_its_gradient(shape, name):
+    test_quantize_fused.test_swiglu(shape, ONE_D[name])
+    test_quantize_fused.test_swiglu_grad(shape, ONE_D[name])
+
+
+def planted(change):
+    """Emulates row+column quantization from PTX that `change` has changed; (got, expected)."""
+    x = normal(128, 128)
+    with testing.captured_launches() as launches:
+        got = quantize.quantize(x, SPECS["blockwise"], True, True)
+    ptx = testing.compile_launch(launches[0]).asm["ptx"]
+    faulty = change(ptx)
+    assert faulty != ptx
+    testing.emulate(launches[0], faulty)
+    return got, expected(x, SPECS["blockwise"])
+
+
+def test_a_missing_barrier_is_found():
+    with pytest.raises(AssertionError, match="race"):
+        planted(lambda ptx: ptx.replace("bar.sync", "// bar.sync"))
+
+
+def test_a_wrong_instruction_is_found():
+    cast = r"(cvt\.rn\.satfinite\.e4m3x2\.f32 lo, %r\d+, )(%r\d+)"
+    got, want = planted(lambda ptx: re.sub(cast, r"\g<1>0f00000000", ptx))
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(got[0], want[0])
+
+
+def test_a_store_out_of_bounds_is_found():
+    with pytest.raises(AssertionError, match="out of bounds|misaligned"):
+        planted(lambda ptx: re.sub(r"(st\.global\.v4\.b32 \[ %rd\d+ \+) 0", r"\g<1> 1048576", ptx))
+
+
+def test_unknown_instructions_are_refused():
+    with pytest.raises(NotImplementedError, match="min"):
+        planted(lambda ptx: re.sub(r"\bmin\.[us]32", "min.f16", ptx))
