@@ -1,0 +1,55 @@
+"""tools/plan.py schedule: what it prints, what it draws, what it refuses."""
+
+import plan
+import pytest
+
+
+def run(capsys, *argv: str) -> str:
+    assert plan.main(["schedule", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_prints_actions_bubble_and_what_is_held(capsys):
+    out = run(capsys, "--pipeline-model-parallel-size", "2", "--microbatches", "3").splitlines()
+    assert out[0] == "1f1b: 2 ranks x 1 virtual stage(s), 3 microbatches; bubble 25.0%, length 12"
+    assert out[1:3] == ["rank 0: F0 F1 B0 F2 B1 B2", "rank 1: F0 B0 F1 B1 F2 B2"]
+    assert [row.split() for row in out[4:6]] == [["0", "25.0%", "2", "0"], ["1", "25.0%", "1", "0"]]
+
+
+def test_bytes_of_activations_and_deferred_gradients(capsys):
+    argv = ["--pipeline-model-parallel-size", "2", "--microbatches", "4", "--schedule", "zero-bubble"]
+    out = run(capsys, *argv, "--activation-mib", "100", "--deferred-mib", "10").splitlines()
+    assert [float(row.split()[-1]) for row in out[4:6]] == [200.0, 110.0]
+
+
+def test_times_count(capsys):
+    argv = ["--pipeline-model-parallel-size", "2", "--microbatches", "1", "--forward-time", "2", "--input-time", "3"]
+    assert "length 19" in run(capsys, *argv, "--weight-time", "4", "--message-time", "0.5")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_draws_a_picture(capsys, tmp_path, schedule):
+    matplotlib = pytest.importorskip("matplotlib")
+    file = tmp_path / "schedule.png"
+    argv = ["--pipeline-model-parallel-size", "3", "--num-virtual-stages-per-pipeline-rank", "2"]
+    run(capsys, *argv, "--microbatches", "4", "--schedule", schedule, "--output", str(file))
+    image = matplotlib.image.imread(file)
+    assert image.shape[0] > 100
+    assert image.shape[1] > 300
+    assert image[..., :3].std() > 0.05, "it is blank"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--microbatches", "0", "--microbatches 0: give 1 or more"),
+        ("--num-virtual-stages-per-pipeline-rank", "-1", "give 1 or more"),
+        ("--microbatch-group-size-per-virtual-pipeline-stage", "1", "--pipeline-model-parallel-size 2; raise it"),
+        ("--forward-time", "-1", "--forward-time -1.0: give 0 or more"),
+        ("--message-time", "inf", "--message-time inf"),
+    ],
+)
+def test_mistakes(capsys, flag, value, words):
+    argv = ["--pipeline-model-parallel-size", "2", "--microbatches", "3", flag, value]
+    assert plan.main(["schedule", *argv]) == 2
+    assert words in capsys.readouterr().err
