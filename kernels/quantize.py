@@ -160,7 +160,7 @@ def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None
     if _is_transposed(x):
         x, row, col = x.t(), col, row
     if x.is_contiguous() and col is None:
-        x = x.view(1, -1)
+        x = x.view(1, x.numel())
     config = CAST if x.shape[0] == 1 and col is None else CAST_TRANSPOSED
     count = partials.numel() if partials is not None else 0
     row_ptr, col_ptr = pointers(row)[0], pointers(col)[0]

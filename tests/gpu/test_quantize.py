@@ -109,7 +109,9 @@ def test_strided_inputs_give_what_their_contiguous_copies_give(name):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 0)], ids=str)
 def test_empty_tensors(shape, spec):
-    check(torch.empty(shape, dtype=torch.bfloat16, device=DEVICE), spec)
+    x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    check(x, spec)
+    check(x, spec, colwise=False)
 
 
 @pytest.mark.parametrize("name", ["blockwise", "blockwise_e5m2", "blockwise_2d", "mxfp8", "mxfp8_2d", "tensorwise"])
