@@ -27,11 +27,13 @@ from megafp8.checkpoint.hf.stored import open_checkpoint
 from megafp8.checkpoint.hf.streams import PREFIX, Outgoing, Quantize
 from megafp8.checkpoint.hf.values import Values
 from megafp8.checkpoint.hf.write import published, write_hf_weights, write_json
+from megafp8.checkpoint.index import RUN_FILE, read_index
+from megafp8.checkpoint.tensor_file import DamagedFileError
 from megafp8.config import Config
 from megafp8.data import build_tokenizer
 from megafp8.fp8 import get_recipe, policy
 from megafp8.fp8.recipe import Recipe
-from megafp8.training.hf_import import model_tensors
+from megafp8.training.hf_import import check_claims, model_tensors
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -56,7 +58,7 @@ def export_hf(found: Found, target: Path, options: ExportOptions) -> list[str]:
 
     Raises ValueError, one line, when no family has this model or a file is damaged; then `target` isn't there.
     """
-    config = Config.from_dict(found.metadata["args"])
+    config = config_of(found)
     original = None if options.like is None else read_config(options.like)
     name = options.family or (family_of(original).model_type if original else None)
     family = family_for(config, name)
@@ -71,15 +73,29 @@ def export_hf(found: Found, target: Path, options: ExportOptions) -> list[str]:
     return notes + (fp8.notes(outgoing) if fp8 else [])
 
 
+def config_of(found: Found) -> Config:
+    """The configuration of the run that saved a checkpoint.
+
+    Raises DamagedFileError when run.json holds none, ValueError for more layers than the checkpoint has tensors.
+    """
+    try:
+        config = Config.from_dict(found.metadata["args"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise DamagedFileError(f"{found.directory / RUN_FILE} holds no run's arguments: {reason}") from None
+    check_claims(config.model, len(read_index(found.directory).tensors))
+    return config
+
+
 @contextmanager
 def _outgoing(
     found: Found, family: Family, config: Config, options: ExportOptions, fp8: BlockExport | None
 ) -> Iterator[Outgoing]:
     bf16 = config.train.bf16 if options.dtype == "auto" else options.dtype == "bf16"
-    tensors = model_tensors(config.replace(bf16=bf16))
-    plan = make_plan(family.rules, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.model)
     quantize = fp8.quantizer_of if fp8 else lambda name: None
     with open_checkpoint(found) as stored:
+        tensors = model_tensors(config.replace(bf16=bf16), len(stored.records))
+        plan = make_plan(family.rules, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.model)
         wanted = {PREFIX + entry.name: entry.shape for entry in plan}
         saved = {name: record.shape for name, record in stored.records.items()}
         if wanted != saved:

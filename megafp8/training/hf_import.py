@@ -23,6 +23,7 @@ from megafp8.checkpoint.hf.streams import PREFIX, Incoming
 from megafp8.checkpoint.hf.values import Values
 from megafp8.checkpoint.hf.write import meta, published, write_checkpoint, write_json
 from megafp8.config import Config, ParallelConfig, with_vocab_size
+from megafp8.config.model import ModelConfig
 from megafp8.core.gpt import build_model
 from megafp8.data import build_tokenizer
 from megafp8.fp8 import policy
@@ -103,8 +104,8 @@ def _with_copied_tokenizer(options: ImportOptions, kept: Path) -> ImportOptions:
 class _Model:
     """The model that the files hold: its configuration, and what each of its parameters is made of.
 
-    args: fields of the configuration. available: number of tensors in the files; a config.json that claims more layers
-    or experts is refused before they are built. identity: of the tokenizer, None without one, when texts are numbers.
+    args: fields of the configuration. available: number of tensors in the files. identity: of the tokenizer, None
+    without one, when texts are numbers.
     """
 
     def __init__(self, family: Family, args: Mapping[str, Any], vocab: int, options: ImportOptions, available: int):
@@ -123,11 +124,7 @@ class _Model:
         else:
             config, self.identity = model_of({**values, "vocab_size": max(vocab - 1, 1)}), None
         self.config = with_vocab_size(config, vocab)
-        m = self.config.model
-        claimed = m.num_layers + sum(m.moe_layers) * (m.num_experts or 0) + (m.mtp_num_layers or 0)
-        if claimed > available:
-            raise ValueError(f"config.json: {claimed} layers and experts, but only {available} tensors in the files")
-        tensors = model_tensors(self.config)
+        tensors = model_tensors(self.config, available)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.plan = make_plan(family.rules, shapes, self.config.model)
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -140,12 +137,26 @@ class _Model:
         return other
 
 
-def model_tensors(config: Config) -> dict[str, torch.Tensor]:
+def check_claims(m: ModelConfig, available: int) -> None:
+    """Raises ValueError for more layers and experts than there are tensors, before anything is sized by them."""
+    claimed = m.num_layers + (m.mtp_num_layers or 0)
+    if claimed <= available:
+        claimed += sum(m.moe_layers) * (m.num_experts or 0)
+    if claimed > available:
+        raise ValueError(f"the configuration has {claimed} layers and experts, but the files only {available} tensors")
+
+
+def model_tensors(config: Config, available: int) -> dict[str, torch.Tensor]:
     """Global name -> dtype and logical global shape (on "meta") of all that a checkpoint keeps of a model.
 
-    Those are its parameters and the experts' biases, whatever layout the run had.
+    Those are its parameters and the experts' biases, whatever layout the run had. available: number of tensors in the
+    files. Raises what `check_claims` raises, and ValueError for sizes that overflow.
     """
-    model = build_model(replace(config, parallel=ParallelConfig()), ParallelContext(), "meta")
+    check_claims(config.model, available)
+    try:
+        model = build_model(replace(config, parallel=ParallelConfig()), ParallelContext(), "meta")
+    except (RuntimeError, OverflowError) as error:  # PyTorch, of a number of bytes past 64 bits
+        raise ValueError(f"the configuration's sizes are absurd: {str(error).splitlines()[0]}") from None
     found = {spec.name: meta(spec.shape, param.dtype) for spec, param in named_specs(model)}
     return found | {name.removeprefix(PREFIX): item.tensor for name, item in model.state().items()}
 

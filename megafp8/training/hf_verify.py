@@ -9,12 +9,13 @@ import torch
 
 from megafp8.checkpoint import Found, load_checkpoint
 from megafp8.checkpoint.hf.streams import PREFIX
-from megafp8.config import Config, ParallelConfig
+from megafp8.config import ParallelConfig
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.optimizer import ModelWeights
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs
 from megafp8.step import Phase, StepContext
+from megafp8.training.hf_export import config_of
 
 
 def largest_difference(found: Found, directory: Path, num_tokens: int, *, seed: int = 0) -> float:
@@ -49,7 +50,7 @@ def _theirs(directory: Path):
 
 def _ours(found: Found) -> GPTModel:
     """The model in FP32, whatever it was trained in: the conversion is what is compared."""
-    config = Config.from_dict(found.metadata["args"]).replace(bf16=False, fp8_format=None, keep_modules_in_bf16=())
+    config = config_of(found).replace(bf16=False, fp8_format=None, keep_modules_in_bf16=())
     config = replace(config, parallel=ParallelConfig())
     model = build_model(config, ParallelContext(), "cpu")
     weights = ModelWeights(named_specs(model))

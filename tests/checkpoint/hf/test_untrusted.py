@@ -3,12 +3,15 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megafp8.checkpoint import find_checkpoint
+from megafp8.training.hf_export import ExportOptions, export_hf
 from megafp8.training.hf_import import ImportOptions, import_hf
 from tests.checkpoint.hf.models import BY_NAME, make, weights
 
@@ -120,10 +123,12 @@ def test_pickles_are_not_read(model):
     [
         ({"hidden_size": 1 << 60}, "'hidden_size'"),
         ({"hidden_size": -32}, "'hidden_size'"),
+        ({"hidden_size": 1 << 31, "intermediate_size": 1 << 31}, "sizes are absurd"),
+        ({"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30, "head_dim": 1 << 31}, "sizes are absurd"),
         ({"hidden_size": "32"}, "'hidden_size'"),
         ({"hidden_size": True}, "'hidden_size'"),
         ({"hidden_size": 32.5}, "'hidden_size'"),
-        ({"num_hidden_layers": 10_000}, "10000 layers and experts, but"),
+        ({"num_hidden_layers": 10_000}, "10000 layers and experts, but the files only"),
         ({"num_hidden_layers": 10**9}, "'num_hidden_layers'"),
         ({"num_hidden_layers": 3}, "lacks 'model.layers.2"),
         ({"num_hidden_layers": 1}, "holds 'model.layers.1"),
@@ -152,7 +157,7 @@ def test_a_configuration_that_is_not_of_the_model(model, changes, text):
 def test_absurd_numbers_of_experts(tmp_path, changes):
     model = make(BY_NAME["mixtral"], tmp_path / "in" / "hf")
     edit_config(model, **changes)
-    refused(model, "layers and experts, but|lacks 'model.layers.0.block_sparse_moe.experts.4")
+    refused(model, "layers and experts, but the files|lacks 'model.layers.0.block_sparse_moe.experts.4")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "\udcff", "{" * 100_000])
@@ -219,3 +224,27 @@ def test_killed_midway_nothing_is_published(model, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         import_hf(model, model.parent / "ours", ImportOptions())
     assert sorted(p.name for p in model.parent.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda run: run.pop("args"), "holds no run's arguments: no 'args'"),
+        (lambda run: run.update(args=5), "holds no run's arguments"),
+        (lambda run: run["args"]["config"]["model"].update(num_layers="2"), "holds no run's arguments"),
+        (lambda run: run["args"]["config"].update(secret={}), "unknown group"),
+        (lambda run: run["args"]["config"]["model"].update(num_layers=10**9), "1000000000 layers and experts"),
+        (lambda run: run["args"]["config"]["model"].update(hidden_size=48), "is not as the checkpoint's own arguments"),
+    ],
+)
+def test_a_strangers_checkpoint(model, change, text):
+    """to-hf of a checkpoint whose run.json was made up: its checksums are right, its arguments aren't."""
+    save = model.parent / "ours"
+    import_hf(model, save, ImportOptions())
+    found = find_checkpoint(save)
+    run = json.loads(json.dumps(found.metadata))
+    change(run)
+    with pytest.raises(ValueError, match=text) as caught:
+        export_hf(replace(found, metadata=run), model.parent / "out", ExportOptions())
+    assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in model.parent.iterdir()) == ["hf", "ours"]
