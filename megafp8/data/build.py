@@ -13,7 +13,7 @@ from megafp8.data.blend import BlendedDataset, BlendSpec, blend_order, parse_ble
 from megafp8.data.cache import cached_arrays, writable_directory
 from megafp8.data.gpt_dataset import Documents, GPTDataset
 from megafp8.data.indexed import IndexedDataset
-from megafp8.data.indices import split_documents
+from megafp8.data.indices import parse_split, split_documents
 from megafp8.data.mock import MockDocuments
 from megafp8.data.vocabulary import check_token_ids
 
@@ -35,7 +35,8 @@ class SampleCounts:
 class Datasets:
     """Data sets of a run. Each has a length and gives token ids int64 [seq_length + 1] by sample number.
 
-    `valid` is empty and `test` None when there is nothing to evaluate; `notes` says why, for the log.
+    `valid` is empty and `test` None when there is nothing to evaluate; `notes` says why, for the log (unless `--split`
+    gives the test split nothing).
     """
 
     train: GPTDataset | BlendedDataset | None
@@ -107,6 +108,8 @@ class _Builder:
         message = f"{spec.flag} {prefix}: the {_SPLIT_NAMES[split]} split has no documents{of_split}"
         if split == 0:
             raise ValueError(f"{message}; give it a larger part, or data with more documents")
+        if split == 2 and split_string is not None and parse_split(split_string)[2] == 0:
+            return  # most runs evaluate at the end what they evaluated before: `--split 90,10,0` says enough
         self.notes.append(f"{message}: nothing to evaluate there")
 
     def _blend(self, spec: BlendSpec, split: int, parts: list, num_samples: int | None) -> GPTDataset | BlendedDataset:

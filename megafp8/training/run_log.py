@@ -72,6 +72,11 @@ class RunLog:
                 total=total_iterations, initial=first_iteration, unit="it", file=out, dynamic_ncols=True, leave=False
             )
 
+    def advance(self, iteration: int) -> None:
+        """Moves the progress bar; numbers on the device are not waited for."""
+        if self._bar is not None:
+            self._bar.update(iteration - self._bar.n)
+
     def note(self, message: str) -> None:
         """One line on the console, above the progress bar."""
         if not self.writes:
@@ -89,7 +94,6 @@ class RunLog:
             self._write(line, prefix="")
         self.note(console_line(lines, self.total_iterations, self._show_throughput))
         if self._bar is not None:
-            self._bar.n = lines[-1]["iteration"]
             self._bar.set_postfix_str(f"loss {lines[-1]['lm_loss']:.3f}", refresh=True)
 
     def validation(self, name: str, line: dict[str, Any]) -> None:

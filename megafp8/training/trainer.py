@@ -15,6 +15,7 @@ from megafp8.plan.flops import training_flops_per_token
 from megafp8.training.agreement import Agreement
 from megafp8.training.build import Parts
 from megafp8.training.checkpointing import RunState, find_to_resume, resume
+from megafp8.training.opening import opening_lines
 from megafp8.training.progress import IterationRecord, Progress, read_records
 from megafp8.training.run_log import RunLog
 from megafp8.training.signals import StopSignal
@@ -38,8 +39,9 @@ class Trainer:
         notes = self._resume()
         self.total_iterations = self._total_iterations()
         self.log = self._open_log()
-        for note in (*self.config.notes, *parts.datasets.notes, *notes):
-            self.log.note(note)
+        if parts.parallel.is_first:
+            for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
+                self.log.note(note)
 
     def _resume(self) -> list[str]:
         found = find_to_resume(self.config)
@@ -86,11 +88,14 @@ class Trainer:
         pending: list[IterationRecord] = []
         timer = IntervalTimer()
         logging, train = self.config.logging, self.config.train
+        if self.progress.iteration >= self.total_iterations:
+            self.log.note(f"all {self.total_iterations} iterations are done: nothing left to train")
         while self.progress.iteration < self.total_iterations:
             if batches is None:
                 batches = self._training_batches()
             pending += self._iteration(batches)
             iteration = self.progress.iteration
+            self.log.advance(iteration)
             reason = self._reason_to_stop(stop)
             last = iteration == self.total_iterations
             if pending and (iteration % logging.log_interval == 0 or last or reason):

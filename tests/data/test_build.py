@@ -59,9 +59,14 @@ def test_empty_splits_are_noted(tmp_path):
     assert len(sets.train) >= 100
     assert sets.valid == {}
     assert sets.test is None
-    assert len(sets.notes) == 2
-    assert "the validation split has no documents (--split 100,0,0): nothing to evaluate there" in sets.notes[0]
-    assert "the test split" in sets.notes[1]
+    (note,) = sets.notes
+    assert "the validation split has no documents (--split 100,0,0): nothing to evaluate there" in note
+
+
+def test_a_set_too_small_for_its_test_split_is_noted(tmp_path):
+    prefix = write_dataset(tmp_path / "set", constant_documents(1, 2))
+    (note,) = build(data_path=(prefix,), split="80,10,10").notes
+    assert "the test split has no documents (--split 80,10,10): nothing to evaluate there" in note
 
 
 def test_nothing_asked_nothing_built(corpora):
