@@ -138,7 +138,8 @@ class LayerPlan:
             yield self._input(fc1.part)
         label = f"{name}.activation".replace(".*", "")
         yield Activation(label, "output of fc1", rows * fc1.out_features * s.element)
-        if self._recipe(fc2.part) is None:
+        remade = "*" in name and "moe_act" in self.recomputed
+        if self._recipe(fc2.part) is None and not remade:
             yield self._input(fc2.part)
 
     def _experts(self) -> Iterator[Activation]:
@@ -148,7 +149,7 @@ class LayerPlan:
             yield Activation("mlp.router", "input", s.stream)
         yield Activation("mlp.router", "scores, order", 4 * s.tokens * m.num_experts + rows * ROW_BYTES)
         yield from self._mlp("mlp.experts.*", True)
-        if m.moe_shared_expert_intermediate_size:
+        if m.moe_shared_expert_intermediate_size and "shared_experts" not in self.recomputed:
             own_input = self._keeps_norms and self._recipe("mlp.shared_experts.fc1") is not None
             yield from self._mlp("mlp.shared_experts", own_input)
             if m.moe_shared_expert_gate:

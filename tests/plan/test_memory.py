@@ -46,6 +46,13 @@ CASES = {
     | {"moe_shared_expert_intermediate_size": 72, "moe_shared_expert_gate": True, "moe_layer_freq": "[0,1]"},
     "blockwise experts": BLOCKWISE | MOE | {"moe_shared_expert_intermediate_size": 128},
     "recompute experts": BLOCKWISE | MOE | {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "recompute parts of experts": BF16
+    | MOE
+    | {
+        "moe_shared_expert_intermediate_size": 128,
+        "recompute_granularity": "selective",
+        "recompute_modules": ("moe_act", "shared_experts"),
+    },
     "bf16 latent attention": BF16 | EVEN_HEADS,
     "blockwise latent attention": BLOCKWISE | EVEN_HEADS | {"q_lora_rank": None},
     "bf16 prediction": BF16 | {"mtp_num_layers": 2},

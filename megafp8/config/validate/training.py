@@ -4,8 +4,8 @@ from megafp8.config.config import Config, flag_of
 from megafp8.config.parallel import layout_sizes
 from megafp8.config.validate.limits import plain
 
-MODULES = ("core_attn", "layernorm", "mlp", "moe")
-LATER_MODULES = ("moe_act", "shared_experts", "mla_up_proj")
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
+LATER_MODULES = ("mla_up_proj",)
 
 
 def layout(c: Config) -> str | None:
@@ -76,8 +76,8 @@ def recompute(c: Config) -> str | None:
             return f"--recompute-modules {module}: not yet in megafp8; use {', '.join(MODULES)}"
         if module not in MODULES:
             return f"--recompute-modules {module}: no such part; use {', '.join(MODULES)}"
-        if module == "moe" and c.model.num_experts is None:
-            return "--recompute-modules moe needs --num-experts; use mlp"
+        if module in ("moe", "moe_act", "shared_experts") and c.model.num_experts is None:
+            return f"--recompute-modules {module} needs --num-experts; use mlp"
     if (t.recompute_num_layers or 1) > c.model.num_layers:
         return (
             f"--recompute-num-layers {t.recompute_num_layers} is more than --num-layers {c.model.num_layers}; lower it"

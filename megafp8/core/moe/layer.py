@@ -13,6 +13,7 @@ from megafp8.core.moe.experts import Experts, SharedExperts
 from megafp8.core.moe.permutation import Permutation, combine, permute, permute_weights
 from megafp8.core.moe.router import Router
 from megafp8.core.tensor_parallel.mappings import gather_tokens, keep_tokens, sum_gradient
+from megafp8.core.transformer import recompute
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.parallel import Axis
 from megafp8.step import StepContext
@@ -28,7 +29,9 @@ class MoELayer(nn.Module):
         self.router = Router(f"{name}.router", build)
         self.experts = Experts(f"{name}.experts", build, recomputed=recomputed)
         shared = build.model.moe_shared_expert_intermediate_size
-        self.shared_experts = SharedExperts(f"{name}.shared_experts", build, recomputed=recomputed) if shared else None
+        self.recompute_shared = "shared_experts" in build.recompute.modules and not recomputed
+        inside = recomputed or self.recompute_shared
+        self.shared_experts = SharedExperts(f"{name}.shared_experts", build, recomputed=inside) if shared else None
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
@@ -38,5 +41,11 @@ class MoELayer(nn.Module):
         # A rank's part of an expert sees a part of what a weight multiplies.
         rows, weights = permute(x, order), permute_weights(sum_gradient(routing.weights, self.tp), order)
         y = combine(self.experts(rows, order.counts.tolist(), weights, step), order)
-        y = y if self.shared_experts is None else y + self.shared_experts(x, step)
+        if self.shared_experts is not None:
+            y = y + self._shared(x, step)
         return keep_tokens(y, self.tokens)
+
+    def _shared(self, x: Tensor, step: StepContext) -> Tensor:
+        if self.recompute_shared:
+            return recompute.recomputed(self.shared_experts, step, x)
+        return self.shared_experts(x, step)

@@ -28,6 +28,7 @@ class MLP(nn.Module):
         model = build.model
         hidden, ffn = model.hidden_size, ffn or model.ffn_hidden_size
         self.recomputed = recomputed
+        self.remake = expert and "moe_act" in build.recompute.modules  # also where fc2 is not FP8
         self.activation = activation_of(model)
         self.fc1 = ColumnParallelLinear(
             f"{name}.fc1",
@@ -54,7 +55,7 @@ class MLP(nn.Module):
         """x: [T, hidden]; returns [T, hidden]. weights: FP32 [T], by which rows are multiplied before fc2."""
         inner = self.fc1(x, step)
         y = self.activation(inner, weights)
-        if self.recomputed or not self.fc2.input_spec().requantizes:
+        if self.recomputed or not (self.remake or self.fc2.input_spec().requantizes):
             return self.fc2(y, step)
         inner, weights = inner.detach(), None if weights is None else weights.detach()
         with remade(y, lambda: self.activation.compute(inner, weights)):

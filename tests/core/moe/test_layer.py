@@ -223,6 +223,7 @@ PLANS = {
     "block": RecomputePlan(unit=1, layers=2),
     "parts": RecomputePlan(frozenset({"core_attn", "layernorm"})),
     "experts": RecomputePlan(frozenset({"moe", "mlp"})),
+    "parts of experts": RecomputePlan(frozenset({"moe_act", "shared_experts"})),
 }
 
 
