@@ -30,8 +30,38 @@ def test_smoothing_keeps_means_and_ends():
     values = np.arange(10, dtype=float)
     assert np.array_equal(compare_runs.smooth(values, 1), values)
     smoothed = compare_runs.smooth(values, 3)
-    assert np.allclose(smoothed[1:-1], values[1:-1])
-    assert smoothed[0] == pytest.approx(0.5)
+    assert np.allclose(smoothed, values)
+    noisy = np.array([4.0, 1.0, 1.0, 7.0, 2.0])
+    assert np.allclose(compare_runs.smooth(noisy, 5), [4, 2, 3, 10 / 3, 2])
+
+
+@pytest.mark.parametrize(("points", "window"), [(8, 1), (60, 5), (300, 21), (10**4, 21)])
+def test_a_short_run_is_smoothed_less(points, window):
+    run = compare_runs.Run("x", np.arange(points), *[np.zeros(points)] * 3, {})
+    assert compare_runs.default_window([run]) == window
+
+
+def test_other_conditions_than_the_base_are_named(tmp_path, capsys):
+    """A gap between two schedules or batch sizes is none between recipes."""
+    lines = [{"iteration": i, "lm_loss": 4.0, "consumed_samples": 8 * i, "learning_rate": 1e-3} for i in (1, 2, 3)]
+    other_rate = [*lines[:2], lines[2] | {"learning_rate": 2e-3}]
+    other_batch = [line | {"consumed_samples": 4 * line["iteration"]} for line in lines]
+    for name, run in {"base": lines, "same": lines, "rate": other_rate, "batch": other_batch}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run))
+    assert compare_runs.main([str(tmp_path / name) for name in ("base", "same", "rate", "batch")]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == [
+        "note: not the same conditions: rate: learning rate 0.002 at iteration 3, base 0.001",
+        "note: not the same conditions: batch: 4 samples at iteration 1, base 8",
+    ]
+
+
+def test_labels_leave_out_what_paths_have_in_common():
+    paths = [Path("runs/tour/bf16"), Path("runs/tour/fp8/a"), Path("runs/tour/fp8/b")]
+    assert compare_runs.short_labels(paths) == ["bf16", "fp8/a", "fp8/b"]
+    assert compare_runs.short_labels([Path("runs/q/bf16"), Path("runs/q")]) == ["q/bf16", "q"]
+    assert compare_runs.short_labels([Path("x/a"), Path("x/a")]) == ["a", "a"]
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.005, 0), (1.02, 1), (float("nan"), 1)])
