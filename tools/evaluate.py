@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="samples at once (default: 8)")
     parser.add_argument("--max-samples", type=int, metavar="N", help="stop after so many samples of each set")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="where the tokenizer lies now, if it has moved")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default: auto)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results there too")
     return parser
 

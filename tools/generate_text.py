@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from the likeliest X of the mass")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="where the tokenizer lies now, if it has moved")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default: auto)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the text there too")
     return parser
 

@@ -7,9 +7,9 @@ import evaluate
 import generate_text
 import pytest
 import torch
-from tests.training.runs import RECIPES, flags, metrics, run, write_corpus
 
 from megafp8.training.inference import load_trained, pick_token
+from tests.training.runs import RECIPES, flags, metrics, run, write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import multiprocessing
 from pathlib import Path
 
 import numpy as np
-import pretrain_gpt
 import torch
 from safetensors import safe_open
 
+import pretrain_gpt
 from megafp8.data import IndexedDatasetBuilder
 from megafp8.training.run_log import read_metrics
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.training.runs import flags, metrics, run, write_corpus
 
 from megafp8.config import parse_args
 from megafp8.data import Batch
 from megafp8.parallel import ParallelContext
 from megafp8.training.build import build_parts
 from megafp8.training.step import forward_backward
+from tests.training.runs import flags, metrics, run, write_corpus
 
 VALID = (3, 32, 1, 0)  # valid tokens of the samples; the last one is fully masked
 
@@ -61,7 +61,8 @@ def test_mean_of_means_would_be_seen(corpus):
         mask = torch.zeros(4, 32)
         for i, count in enumerate(VALID):
             mask[i, torch.randperm(32, generator=generator)[:count]] = 1.0
-        batch = Batch(tokens[row : row + 1, :-1], tokens[row : row + 1, 1:], mask[row : row + 1], torch.arange(32)[None])
+        one = tokens[row : row + 1]
+        batch = Batch(one[:, :-1], one[:, 1:], mask[row : row + 1], torch.arange(32)[None])
         parts.optimizer.zero_grad()
         output = forward_backward(
             parts.model, parts.optimizer, [batch], iteration=1, seed=7, scaling=None, device=torch.device("cpu")

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from tests.training.runs import EOD, RECIPES, TEXT, flags, run, write_corpus
 
 from megafp8.data import IndexedDatasetBuilder
+from tests.training.runs import EOD, RECIPES, TEXT, flags, run, write_corpus
 
 
 @pytest.fixture(scope="module")

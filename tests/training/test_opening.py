@@ -2,9 +2,9 @@
 
 import pytest
 from safetensors.torch import load_file
-from tests.training.runs import RECIPES, flags, run, write_corpus
 
 from megafp8.checkpoint import find_checkpoint
+from tests.training.runs import RECIPES, flags, run, write_corpus
 
 SHORT = ("--train-iters", "2", "--lr-warmup-iters", "0", "--eval-iters", "0")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from tests.training.runs import RECIPES, flags, metrics, run, run_in_new_process, tensors, write_corpus
 
 LAST = "iter_0000020"

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.runs import flags, metrics, run, write_corpus
 
 from megafp8.training.signals import StopSignal
+from tests.training.runs import flags, metrics, run, write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
