@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -135,20 +136,38 @@ def from_plain(name: str, value: Any) -> Any:
     """Returns a JSON value as the field `name` holds it: lists become tuples.
 
     Raises:
-        ValueError: the value's type doesn't fit the field.
+        ValueError: the value's type doesn't fit the field, or it is none of the flag's choices.
     """
-    group, _ = _FIELDS[name]
+    group, field = _FIELDS[name]
     hint = typing.get_type_hints(GROUPS[group])[name]
-    allowed = [a for a in (typing.get_args(hint) or (hint,)) if a is not Ellipsis]
-    if isinstance(value, list | tuple):
-        if not any(typing.get_origin(a) is tuple for a in [hint, *allowed]):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        allowed = list(typing.get_args(hint))
+    else:
+        allowed = [hint]
+    if value is None and type(None) in allowed:
+        return None
+    sequence = next((a for a in allowed if typing.get_origin(a) is tuple), None)
+    if sequence is None:
+        if isinstance(value, list | tuple):
             raise ValueError(f"{flag_of(name)} takes one value, not the list {list(value)}")
-        return tuple(value)
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) not in allowed:
-        kinds = " or ".join(getattr(a, "__name__", str(a)) for a in allowed if a is not type(None))
-        raise ValueError(f"{flag_of(name)} takes {kinds}, not {value!r}")
+        return _scalar(name, field, [a for a in allowed if a is not type(None)], value)
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{flag_of(name)} takes a list, not {value!r}")
+    return tuple(_scalar(name, field, [typing.get_args(sequence)[0]], item) for item in value)
+
+
+def _scalar(name: str, field: dataclasses.Field, kinds: list[type], value: Any) -> Any:
+    """`value` as one of `kinds`, from the flag's choices if it has any. Raises ValueError."""
+    if float in kinds and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{flag_of(name)} {value}: too large; give a smaller number") from None
+    if type(value) not in kinds:
+        raise ValueError(f"{flag_of(name)} takes {' or '.join(kind.__name__ for kind in kinds)}, not {value!r}")
+    choices = spec_of(field).choices if spec_of(field) else None
+    if choices and value not in choices:
+        raise ValueError(f"{flag_of(name)} {value}: no such choice; use one of {', '.join(map(str, choices))}")
     return value
 
 

@@ -48,7 +48,7 @@ def parse_args(
     values = vars(namespace)
     foreign = values.pop("foreign", [])
     file = values.pop("config", None)
-    given = read_values(file) if file else {}
+    given = {} if file is None else read_values(file)
     given |= {name: from_plain(name, value) for name, value in values.items()}
     return build_config(env=env, check_files=check_files, foreign=foreign, **given)
 
@@ -93,15 +93,15 @@ def read_values(path: str) -> dict[str, Any]:
         ValueError: no such file, not JSON, an unknown key, or a value of the wrong type.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; give a JSON file or a run's args.json") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # JSON's and UTF-8's errors are ValueErrors
         raise ValueError(f"--config {path}: not JSON ({error})") from None
+    if isinstance(content, dict) and "given" in content and "config" in content:
+        content = content["given"]
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: the file must hold one JSON object of flags")
-    if "given" in content and "config" in content:
-        content = content["given"]
     values: dict[str, Any] = {}
     for key, value in content.items():
         section = value if key in GROUPS and isinstance(value, dict) else {key: value}
@@ -161,7 +161,10 @@ def _file_value(path: str, key: str, value: Any) -> dict[str, Any]:
         close = difflib.get_close_matches(name, [n for n in field_table() if has_flag(n)], n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise ValueError(f"--config {path}: unknown key '{key}'{hint}")
-    return {name: from_plain(name, value)}
+    try:
+        return {name: from_plain(name, value)}
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
 
 
 def _unknown(rest: list[str]) -> str:

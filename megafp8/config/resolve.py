@@ -19,10 +19,17 @@ def resolve(config: Config, env: Mapping[str, str]) -> Config:
         config: the flags as given, with plain defaults elsewhere.
         env: environment variables; WORLD_SIZE is the number of processes (torchrun sets it), 1 without it.
     """
-    config = config.replace(world_size=int(env.get("WORLD_SIZE", "1")))
+    config = config.replace(world_size=_world_size(env))
     for rule in RULES:
         config = rule(config)
     return config
+
+
+def _world_size(env: Mapping[str, str]) -> int:
+    text = env.get("WORLD_SIZE", "1")
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ValueError(f"WORLD_SIZE={text!r} in the environment is no number of processes; start with torchrun")
+    return int(text)
 
 
 def with_vocab_size(config: Config, vocab_size: int) -> Config:

@@ -81,6 +81,19 @@ def test_file_takes_flags_names_and_groups(tmp_path):
         ({"swiglu": 1}, ("--swiglu", "bool", "1")),
         ({"lr": [1]}, ("--lr", "one value")),
         ({"world_size": 4}, ("world_size",)),
+        ("", ("not JSON",)),
+        ("null", ("one JSON object",)),
+        ("[" * 100_000, ("not JSON",)),
+        ('{"seed": ' + "9" * 5000 + "}", ("not JSON",)),
+        ({"given": [1], "config": {}}, ("one JSON object",)),
+        ({"given": {"zz": 1}, "config": {}}, ("unknown key 'zz'",)),
+        ({"lr": 10**400}, ("--lr", "too large")),
+        ({"fp8_format": "e9m9"}, ("--fp8-format e9m9", "e4m3, hybrid")),
+        ({"iterations_to_skip": ["a"]}, ("--iterations-to-skip", "int", "'a'")),
+        ({"iterations_to_skip": [True]}, ("--iterations-to-skip", "int", "True")),
+        ({"data_path": [["a"]]}, ("--data-path", "str")),
+        ({"data_path": "a"}, ("--data-path", "list", "'a'")),
+        ({"keep_modules_in_bf16": [None]}, ("--keep-modules-in-bf16", "str", "None")),
     ],
 )
 def test_bad_files_are_one_line(tmp_path, content, words):
@@ -88,7 +101,13 @@ def test_bad_files_are_one_line(tmp_path, content, words):
     with pytest.raises(ValueError) as error:
         parse_args(["--config", path], env={})
     assert "\n" not in str(error.value)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    assert all(word in str(error.value) for word in ("--config", *words)), str(error.value)
+
+
+def test_file_that_is_no_text(tmp_path):
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match="--config .*c.json: not JSON"):
+        parse_args(["--config", str(tmp_path / "c.json")], env={})
 
 
 def test_missing_file(tmp_path):

@@ -1,10 +1,13 @@
 """Every cross-check: the message names the flag, the value and the mend (CASES 74)."""
 
+import typing
+
 import pytest
 
 from megafp8.config import build_config, parse_args, validate
-from megafp8.config.config import field_table
-from megafp8.config.validate.limits import ABOVE_ZERO, AT_LEAST, BELOW_ONE, REQUIRED
+from megafp8.config.config import GROUPS, field_table, flag_of, group_of, has_flag
+from megafp8.config.flags import spec_of, value_type
+from megafp8.config.validate.limits import ABOVE_ZERO, AT_LEAST, AT_MOST, BELOW_ONE, REQUIRED
 
 SMALL = {
     "num_layers": 2,
@@ -282,8 +285,51 @@ def values_with(name, value):
 
 @pytest.mark.parametrize(("name", "low"), [(name, low) for low, names in AT_LEAST.items() for name in names])
 def test_lower_limits(name, low):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .*: give {low} or more"):
+    with pytest.raises(ValueError, match=f"{flag_of(name)} .*: give {low} or more"):
         values_with(name, low - 1)
+
+
+@pytest.mark.parametrize(("name", "high"), [(name, high) for high, names in AT_MOST.items() for name in names])
+def test_upper_limits(name, high):
+    with pytest.raises(ValueError, match=f"{flag_of(name)} .*: give {high} or less"):
+        values_with(name, high + 1)
+
+
+def fields_of(kind):
+    hints = {n: typing.get_type_hints(GROUPS[group])[n] for n, (group, _) in field_table().items() if has_flag(n)}
+    return [n for n, hint in hints.items() if value_type(hint) is kind]
+
+
+@pytest.mark.parametrize("name", fields_of(int))
+def test_no_integer_is_unlimited(name):
+    """Nothing overflows, or hangs, over a slip of the finger."""
+    with pytest.raises(ValueError, match="--.*: give [0-9]+ or less"):
+        values_with(name, 10**20)
+
+
+@pytest.mark.parametrize("name", fields_of(float))
+def test_no_float_leaves_fp32(name):
+    for value in (float("nan"), float("inf"), -float("inf"), 1e39, -1e39):
+        with pytest.raises(ValueError, match="--.*: (give|is infinite in FP32; give)"):
+            values_with(name, value)
+    if name in ABOVE_ZERO:
+        with pytest.raises(ValueError, match="is 0 in FP32"):
+            values_with(name, 1e-45)
+
+
+@pytest.mark.parametrize("name", [n for n in fields_of(str) if spec_of(field_table()[n][1]).choices is None])
+@pytest.mark.parametrize("text", ["", " ", "a\0b"])
+def test_no_text_is_empty(name, text):
+    """An unset variable in a script (`--load "$LOAD"`) must not mean the working directory."""
+    several = "tuple" in str(typing.get_type_hints(GROUPS[group_of(name)])[name])
+    with pytest.raises(ValueError, match=f"{flag_of(name)} .*empty"):
+        build_config(env={}, **SMALL | {name: (text,) if several else text})
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5"])
+def test_world_size_of_the_environment(parse, text):
+    with pytest.raises(ValueError, match="WORLD_SIZE='.*torchrun"):
+        parse(env={"WORLD_SIZE": text})
 
 
 @pytest.mark.parametrize("name", ABOVE_ZERO + BELOW_ONE)

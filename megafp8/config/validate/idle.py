@@ -104,7 +104,11 @@ IDLE = (
         lambda c: c.checkpoint.save is None,
         "without --save",
     ),
-    Idle(("no_load_optim", "no_load_rng", "finetune"), lambda c: c.checkpoint.load is None, "without --load"),
+    Idle(
+        ("no_load_optim", "no_load_rng", "finetune", "ckpt_step"),
+        lambda c: c.checkpoint.load is None,
+        "without --load",
+    ),
     Idle(("split",), lambda c: c.data.mock_data, "--mock-data has all splits"),
     Idle(("data_cache_path",), lambda c: c.data.mock_data, "--mock-data needs no indices"),
     Idle(
