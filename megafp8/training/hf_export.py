@@ -36,6 +36,7 @@ from megafp8.fp8.recipe import Recipe
 from megafp8.training.hf_import import check_claims, model_tensors
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ def _describe(family: Family, config: Config, original: Values | None, names: Co
     if original is None:
         return described
     before = model_of(family.present(family.to_args(original), names))
-    content = original.content if not differences(before, config) else {**original.content, **described}
-    dropped = ("quantization_config", *DTYPE_KEYS)
-    kept = {key: value for key, value in content.items() if key not in dropped}
-    return kept | {"vocab_size": config.model.unpadded_vocab_size}
+    changed = bool(differences(before, config))
+    dropped = ("quantization_config", *DTYPE_KEYS, *(ROPE_KEYS if changed else ()))
+    kept = {key: value for key, value in original.content.items() if key not in dropped}
+    return kept | (described if changed else {"vocab_size": config.model.unpadded_vocab_size})
 
 
 def _precision(outgoing: Outgoing, options: ExportOptions, original: Values | None) -> dict[str, str]:

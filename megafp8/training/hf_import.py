@@ -7,6 +7,7 @@ which tensors there must be, and the tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ class _Model:
 
     def with_flags(self, **values: Any) -> _Model:
         """The same model with other flags."""
-        other = object.__new__(_Model)
-        other.__dict__ |= self.__dict__ | {"args": {**self.args, **values}}
+        other = copy(self)
+        other.args = {**self.args, **values}
         other.config = replace(self.config.replace(**values), given={**self.config.given, **values})
         return other
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.hf.source import CONFIG
 from megafp8.checkpoint.hf.write import write_json
 from megafp8.checkpoint.load import check_regular
 from megafp8.checkpoint.tensor_file import DamagedFileError
@@ -78,7 +77,3 @@ def write_generation_config(config: Mapping[str, Any], target: Path) -> None:
     if not (target / GENERATION).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
         write_json(target / GENERATION, {"_from_model_config": True, **ids})
-
-
-__all__ = ["CONFIG", "GENERATION", "KEPT", "copy_companions", "export_tokenizer", "tokenizer_args",
-           "write_generation_config"]  # fmt: skip

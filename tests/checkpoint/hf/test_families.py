@@ -66,6 +66,24 @@ def test_the_family_is_found_by_the_architecture(name, family, tmp_path):
     assert family_for(config).model_type == family
 
 
+def test_what_a_run_changed_is_put_over_the_original(tmp_path):
+    """Continued with longer positions and another theta: config.json says so, and keeps the rest."""
+    source = make(BY_NAME["llama-3"], tmp_path / "hf")
+    original = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5, "note": "ours"}
+    (source / "config.json").write_text(json.dumps(original))
+    found = convert(source, tmp_path / "ours")
+    content = json.loads(json.dumps(found.metadata))
+    changes = {"rotary_base": 999.0, "use_rope_scaling": False, "max_position_embeddings": 128}
+    content["args"]["config"]["model"].update(changes)
+    longer = replace(found, metadata=content)
+    export_hf(longer, tmp_path / "back", ExportOptions(like=source))
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 999.0}
+    assert "rope_scaling" not in written
+    assert (written["max_position_embeddings"], written["bos_token_id"], written["note"]) == (128, 5, "ours")
+    assert largest_difference(longer, tmp_path / "back", TOKENS) < 1e-4
+
+
 # ----------------------------------------------------------------------------------------------- faults, planted
 
 
