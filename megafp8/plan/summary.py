@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from megafp8.config import Config, with_vocab_size
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
+from megafp8.config.pipeline import pipeline_stages, stages_of_rank
 from megafp8.data import build_tokenizer
 from megafp8.fp8 import Recipe
 from megafp8.plan.activations import by_module
@@ -31,11 +32,12 @@ def dry_run(config: Config) -> str:
         "configuration (* given, + derived)": configuration_lines(config),
         "notes": list(config.notes) or ["none"],
         "modules": module_lines(config),
+        "pipeline stages": stage_lines(config),
         "parameters": parameter_lines(config),
         "memory of one rank (estimate)": memory_lines(config),
         "work": work_lines(config),
     }
-    return "\n".join(f"== {title}\n" + "\n".join(lines) + "\n" for title, lines in sections.items())
+    return "\n".join(f"== {title}\n" + "\n".join(lines) + "\n" for title, lines in sections.items() if lines)
 
 
 def configuration_lines(config: Config) -> list[str]:
@@ -61,6 +63,17 @@ def module_lines(config: Config) -> list[str]:
     covered = sum(linear.recipe is not None for linear in found)
     lines.append(f"{covered} of {len(found)} linears run in FP8; norms, attention and the loss run in {high} or fp32")
     return lines
+
+
+def stage_lines(config: Config) -> list[str]:
+    """Returns what each pipeline rank holds; nothing without a pipeline."""
+    size = config.parallel.pipeline_model_parallel_size
+    if size == 1:
+        return []
+    stages = pipeline_stages(config.model, config.parallel)
+    ranks = ("; ".join(map(str, stages_of_rank(stages, size, rank))) for rank in range(size))
+    lines = [f"rank {rank:<4} {held}" for rank, held in enumerate(ranks)]
+    return [*lines, f"schedule {config.parallel.pipeline_schedule}; tools/plan.py schedule draws it"]
 
 
 def parameter_lines(config: Config) -> list[str]:

@@ -93,6 +93,16 @@ def test_copies_of_the_tied_weight_never_drift(pool, one_process):
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2, schedule="zero-bubble"), Layout(pp=2, chunks=2, dp=2)], ids=str)
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_sharded_optimizer_and_overlap(pool, one_process, name, layout):
+    """A bucket is reduced when the last microbatch's gradients are there, deferred ones included."""
+    compare(run_layout(pool, {"untied": DEEP, "tied": TIED}[name] | SHARDED, layout), one_process[name])
+
+
 # Recomputation, dropout, uneven stages, and models that are not plain
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megafp8.config import build_config
-from megafp8.plan.summary import configuration_lines, dry_run, memory_lines, module_lines, parameter_lines
+from megafp8.plan.summary import configuration_lines, dry_run, memory_lines, module_lines, parameter_lines, stage_lines
 
 FP8 = {"bf16": True, "fp8_format": "e4m3"}
 
@@ -77,3 +77,13 @@ def test_a_wrong_pattern_ends_the_dry_run(make):
     config = build_config(env={}, **make("llama", keep_modules_in_bf16=("layer.0.*",), **FP8).given)
     with pytest.raises(ValueError, match="'layer.0.\\*' matches no linear"):
         dry_run(config)
+
+
+def test_pipeline_stages(make):
+    config = make("llama", num_layers=8)
+    assert stage_lines(config) == []
+    config = config.replace(num_virtual_stages_per_pipeline_rank=2, pipeline_model_parallel_size=2)
+    assert stage_lines(config)[:2] == [
+        "rank 0    embedding, layers 0-1; layers 4-5",
+        "rank 1    layers 2-3; layers 6-7, loss",
+    ]

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline: hidden states forward, their gradients backward, in the compute dtype.
 
 A message is a whole hidden state of one microbatch, `[T, hidden]` of this rank's tokens, BF16 under `--bf16` whatever
-the recipe: 2 T h bytes a stage border and direction, against about 24 T h^2 products of each layer behind it. Sends
+the recipe: 2 T h bytes a stage border and direction, against the 24 T h^2 FLOPs of each layer in forward. Sends
 never block; receives are posted one action ahead, so that both travel while ranks compute.
 
 gloo tells messages apart by their tag. NCCL has no tags and delivers in order, so messages that could overtake each
