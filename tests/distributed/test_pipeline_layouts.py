@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megafp8.checkpoint import save_checkpoint
+from megafp8.core.pipeline.p2p import Links
+from megafp8.fp8.param import Weight
 from megafp8.optimizer import Optimizer
 from megafp8.training.step import PipelinePlan
 from tests.distributed.layouts import GPT2, Layout, compare, run_layout, train
@@ -228,3 +230,35 @@ def test_queue_keeps_to_its_limit(pool):
         notes = pool.run_on(2, order_and_bytes, values, Layout(pp=2, schedule="zero-bubble"), 1, limit)
         largest = 2 * 16 * (96 + 32) + 4 * (96 + 32)
         assert all(rank[0][1] <= max(limit, largest) for rank in notes)
+
+
+# What travels, and how often weights are quantized
+
+
+def watched(values, layout):
+    """(dtype and shape of every message sent, how often weights were quantized, number of FP8 weights)."""
+    sent, derived = [], []
+    send, derive = Links.send, Weight._derive
+
+    def note_send(self, message, x):
+        sent.append((str(message), x.dtype, tuple(x.shape)))
+        return send(self, message, x)
+
+    def note_derive(self, *args):
+        derived.append(id(self))
+        return derive(self, *args)
+
+    with mock.patch.object(Links, "send", note_send), mock.patch.object(Weight, "_derive", note_derive):
+        train(values, layout, 1)
+    return sent, len(derived), len(set(derived))
+
+
+def test_messages_are_bf16_and_weights_are_quantized_once_a_step(pool):
+    """CASES 05: all microbatches of a step use the same FP8 copies, one a GEMM; nothing travels in FP32."""
+    first, second = pool.run_on(2, watched, RECIPES["blockwise"], Layout(pp=2, schedule="zero-bubble"))
+    for (sent, derived, weights), what, stage in ((first, "hidden states", 0), (second, "gradient", 0)):
+        shape = 2 * 16, 32
+        expected = [(f"{what} of microbatch {m} after stage {stage}", torch.bfloat16, shape) for m in range(4)]
+        assert sent == expected
+        assert weights == 2 * 4
+        assert derived == 2 * weights

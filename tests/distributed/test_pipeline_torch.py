@@ -78,7 +78,9 @@ def torch_pipeline(name: str, values: dict, layout: Layout):
     return sum(x.item() for x in losses), sum(b.loss_mask.sum().item() for b in batches), grads
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("gpipe", "1f1b"))) for n in ORACLES]
+)
 def test_losses_and_gradients_are_those_of_torch(pool, name):
     _, layout = ORACLES[name]
     ranks = pool.run_on(2, torch_pipeline, name, DEEP, layout)
