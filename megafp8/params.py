@@ -113,6 +113,25 @@ def unpadded(tensor: Tensor, spec: ParamSpec) -> Tensor:
     return tensor[: spec.box_shape[0]]
 
 
+def range_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+    """The flat range `start:stop` of a row-major tensor as boxes, in order: of a matrix at most three."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [()]
+    inner = math.prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # within one row
+        rows = last
+        return [((rows, rows + 1), *box) for box in range_boxes(start - rows * inner, stop - rows * inner, shape[1:])]
+    head = range_boxes(start - (first - 1) * inner, inner, shape[1:]) if start % inner else []
+    tail = range_boxes(0, stop - last * inner, shape[1:])
+    boxes = [((first - 1, first), *box) for box in head]
+    if first < last:
+        boxes.append(((first, last), *((0, n) for n in shape[1:])))
+    return boxes + [((last, last + 1), *box) for box in tail]
+
+
 def _chunk_seed(seed: int, name: str, chunk: int) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}/{chunk}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch seeds are signed 64-bit

@@ -194,7 +194,6 @@ NOT_YET = (
 NOT_YET_FIELDS = (
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
-    NotYetField("fp8_param_gather", "FP8 primary weights"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("fp8_monitor_interval", "scale statistics", harmless=(0,)),
     NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),

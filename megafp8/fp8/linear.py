@@ -71,7 +71,9 @@ class Linear(nn.Module):
         """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
         owner = self.__dict__.get("_owner")
         if owner is None or owner.param is not self.weight or owner.recipe is not self.recipe:
-            owner = Weight(self.weight, self.recipe, keep_transposed=self.keep_transposed, comm=self.comm)
+            history_name = f"{self.name}/weight" if self.recipe is not None and self.recipe.uses_history else None
+            options = {"keep_transposed": self.keep_transposed, "comm": self.comm, "history_name": history_name}
+            owner = Weight(self.weight, self.recipe, **options)
             self._owner = self.weight.owner = owner
         return owner
 

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
+from megafp8.fp8.primary import PrimaryBytes
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage
 from megafp8.parallel import Axis, Pending
@@ -27,18 +28,28 @@ class Weight:
     keep_transposed: keep a dgrad copy that is a mere transposition until the next version, instead of making it anew
         in each backward: memory for time.
     comm: how the weight lies over ranks: those that hold its parts share the scales of what they share.
+    history_name: under which a history has its scale, where the recipe uses one.
     version: counts what was published.
     arrival: what to wait for before the stored bytes may be read; None: nothing.
+    primary: the FP8 bytes that the weight consists of, if it is an FP8 primary weight (`hold_fp8_only`).
     """
 
     arrival: Pending | None = None
+    primary: PrimaryBytes | None = None
 
     def __init__(
-        self, param: nn.Parameter, recipe: Recipe | None, *, keep_transposed: bool = True, comm: CommPlan = ALONE
+        self,
+        param: nn.Parameter,
+        recipe: Recipe | None,
+        *,
+        keep_transposed: bool = True,
+        comm: CommPlan = ALONE,
+        history_name: str | None = None,
     ):
         self.param = param
         self.recipe = recipe
         self.keep_transposed = keep_transposed
+        self.history_name = history_name
         self.shared = comm.axis if comm.cut("weight") else Axis()
         self.grid, self.grid_dim = comm.grid, 0 if comm.kind == "column" else 1
         self.version = 0
@@ -53,7 +64,23 @@ class Weight:
     @torch.no_grad()
     def write_shard(self, value: Tensor) -> None:
         """Overwrites the stored bytes with `value` (local shape, any float dtype), rounded to the weight's dtype."""
+        assert self.primary is None, "an FP8 primary weight is written by its optimizer, from all ranks' masters"
         self.param.copy_(value)
+
+    @torch.no_grad()
+    def hold_fp8_only(self, primary: PrimaryBytes) -> None:
+        """Makes it an FP8 primary weight: `param` keeps its shape and dtype, but is one NaN, expanded, from now on.
+
+        So whoever should still read its values sees NaN, and a write to it is an error.
+        Raises ValueError where ranks share tiles of the weight.
+        """
+        if self.grid is not None:
+            raise ValueError(
+                f"--fp8-param-gather: tensor parallelism cuts the weight {tuple(self.param.shape)} through its tiles; "
+                "use another --tensor-model-parallel-size, --fp8-recipe tensorwise, or leave --fp8-param-gather out"
+            )
+        self.primary = primary
+        self.param.data = self.param.new_full((), torch.nan).expand(self.param.shape)
 
     def publish(self) -> None:
         """Announces that the stored bytes changed: every derived copy is dropped."""
@@ -83,6 +110,8 @@ class Weight:
         Of all ranks that share the weight, unless a history gives the `scale`: that reduces its amaxes itself.
         """
         self._refresh(scale)
+        if self.primary is not None:
+            return self.primary.amax
         if self._amax is None:
             self._amax = self.recipe.quantizer("weight").amax(self.param)
             if scale is None:
@@ -105,6 +134,12 @@ class Weight:
         return storage
 
     def _derive(self, orientation: str, scale: Tensor | None) -> QuantizedStorage:
+        if self.primary is not None:
+            if scale is not self.primary.scale:
+                raise RuntimeError(
+                    "an FP8 primary weight has another scale than its history: Optimizer.write_weights()"
+                )
+            return self.primary.storage(orientation)
         quantizer = self.recipe.quantizer("weight")
         other = self._copies.get("rowwise" if orientation == "colwise" else "colwise")
         if other is not None and other.tile.symmetric:
@@ -122,7 +157,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of the derived copies held now."""
-        return sum(copy.nbytes for copy in self._copies.values())
+        own = {id(copy) for o, copy in self._copies.items() if self.primary is not None and o == "rowwise"}
+        return sum(copy.nbytes for copy in self._copies.values() if id(copy) not in own)
 
 
 def _publish_after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -144,7 +180,7 @@ def share_amaxes(weights: Iterable[Weight]) -> None:
     Call it after `publish()`, on all those ranks; without it each weight's is reduced when it is first asked for.
     """
     shared = [w for w in weights if w.shared.size > 1 and w.recipe is not None and not w.recipe.uses_history]
-    shared = [w for w in shared if w.recipe.quantizer("weight").spec.tile.kind == "tensor"]
+    shared = [w for w in shared if w.primary is None and w.recipe.quantizer("weight").spec.tile.kind == "tensor"]
     if not shared:
         return
     for weight in shared:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megafp8.params import Box, ParamSpec
+from megafp8.params import Box, ParamSpec, range_boxes
 
 ALIGNMENT = 64
 """Elements that every parameter's and every shard's offset is a multiple of: 256 bytes in FP32, 64 in FP8."""
@@ -249,25 +249,6 @@ class Shard:
             a, b = max(start, r.start), min(stop, r.stop)
             if a < b:
                 yield Range(a, b, r.local + a - r.start)
-
-
-def range_boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """The flat range `start:stop` of a row-major tensor as boxes, in order: of a matrix at most three."""
-    if start >= stop:
-        return []
-    if not shape:
-        return [()]
-    inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
-    if first > last:  # within one row
-        rows = last
-        return [((rows, rows + 1), *box) for box in range_boxes(start - rows * inner, stop - rows * inner, shape[1:])]
-    head = range_boxes(start - (first - 1) * inner, inner, shape[1:]) if start % inner else []
-    tail = range_boxes(0, stop - last * inner, shape[1:])
-    boxes = [((first - 1, first), *box) for box in head]
-    if first < last:
-        boxes.append(((first, last), *((0, n) for n in shape[1:])))
-    return boxes + [((last, last + 1), *box) for box in tail]
 
 
 def piece_boxes(piece: Piece, spec: ParamSpec) -> list[tuple[Box, slice]]:

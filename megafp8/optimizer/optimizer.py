@@ -14,15 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config
+from megafp8.fp8.param import Weight
 from megafp8.optimizer.adamw import adamw_, step_scalars
 from megafp8.optimizer.buffers import GradBuffers, Reduction, entry_of, launch_order
 from megafp8.optimizer.layout import BUCKET_ELEMENTS, Bucket, BufferLayout, Entry, Group, Shard, plan_layouts
 from megafp8.optimizer.norm import Measure, clip_coefficient
+from megafp8.optimizer.primary import FlatPrimary
 from megafp8.optimizer.shards import ShardState
 from megafp8.optimizer.stages import StageNames
 from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish
 from megafp8.parallel import ParallelContext
 from megafp8.params import ParamSpec, StateItem, initial_value
+from megafp8.step import ScalingHistory
 
 PREFIX = "optimizer/"
 """Global names of the optimizer's state: `optimizer/{master,exp_avg,exp_avg_sq}/<parameter>`, `optimizer/step`."""
@@ -61,12 +64,14 @@ class Sharding:
     distributed: each holds a shard of masters and moments. overlap_reduce: gradients are reduced during backward.
     reduce_in_bf16: they travel rounded to BF16. bucket_elements: see `plan_layouts`, where something overlaps.
     overlap_gather: weights are to be gathered during the next forward, see `Optimizer.wait_before_use`.
+    fp8_primary: trained weights of FP8 linears are held in FP8 only; frozen ones, without a master, stay as they are.
     """
 
     distributed: bool = False
     overlap_reduce: bool = False
     overlap_gather: bool = False
     reduce_in_bf16: bool = False
+    fp8_primary: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
 
     @staticmethod
@@ -76,6 +81,7 @@ class Sharding:
             overlap_reduce=config.parallel.overlap_grad_reduce,
             overlap_gather=config.parallel.overlap_param_gather,
             reduce_in_bf16=config.parallel.grad_reduce_in_bf16,
+            fp8_primary=config.fp8.fp8_param_gather,
         )
 
     def plan(self, entries: Iterable[Entry], parallel: ParallelContext) -> tuple[BufferLayout, ...]:
@@ -102,8 +108,12 @@ class Optimizer:
         decoupled: frozenset[str] = frozenset(),
         parallel: ParallelContext | None = None,
         sharding: Sharding = Sharding(),
+        scaling: ScalingHistory | None = None,
     ):
-        """params: in the order in which the model uses them, where gradients are to be reduced during backward."""
+        """params: in the order in which the model uses them, where gradients are to be reduced during backward.
+
+        scaling: delayed scaling's history, for FP8 primary weights.
+        """
         self.parallel = parallel or ParallelContext()
         self.weights = ModelWeights(params)
         self.options = options
@@ -114,6 +124,7 @@ class Optimizer:
         self._stages = StageNames.of(self._specs, self.parallel.pp)
         self._groups = {name: Group(spec.decay, name in decoupled) for name, spec in self._specs.items()}
         self._device = next(iter(trained.values())).device
+        self._primary = {name for name, param in trained.items() if sharding.fp8_primary and _is_fp8(param)}
         self.layouts: tuple[BufferLayout, ...] = sharding.plan(self._entries(trained), self.parallel)
         axes = [self.parallel.edp if layout.expert else self.parallel.dp_cp for layout in self.layouts]
         self.shards = tuple(
@@ -125,19 +136,29 @@ class Optimizer:
             ShardState(self.shards, shapes, self._device) for _ in ("master", "exp_avg", "exp_avg_sq")
         )
         self._seed_masters(seed)
-        self._flat_weights = [FlatWeights(trained, *pair) for pair in zip(self.shards, axes, strict=True)]
+        self._flat_weights = [
+            FlatPrimary(trained, shard, axis, scaling) if self._holds_fp8(shard) else FlatWeights(trained, shard, axis)
+            for shard, axis in zip(self.shards, axes, strict=True)
+        ]
         self.grads = GradBuffers(trained, self.shards, self._device, sharding.reduction(self.parallel))
         self._measure = Measure(self.shards, self._specs, self.parallel, self._device, self._stages.counted_before)
         self._overlaps_gather = False
         self.step_count = torch.zeros((), dtype=torch.int64, device=self._device)
         self.skipped_count = torch.zeros((), dtype=torch.int64, device=self._device)
+        if self._primary:
+            self.weights.primary = self._primary_items
+            self.write_weights()
 
     def _entries(self, trained: Mapping[str, nn.Parameter]) -> Iterator[Entry]:
         """Gradients get ready in the opposite order of use."""
         for order, (name, param) in enumerate(reversed(trained.items())):
             spec = self._specs[name]
             partial = bool(spec.grad_sum_over) or name in self._stages.shared
-            yield entry_of(spec, param, self._groups[name], partial=partial, order=order)
+            dtype = param.owner.recipe.quantizer("weight").spec.format.dtype if name in self._primary else param.dtype
+            yield entry_of(spec, param, self._groups[name], dtype=dtype, partial=partial, order=order)
+
+    def _holds_fp8(self, shard: Shard) -> bool:
+        return any(slot.name in self._primary for slot in shard.layout.slots)
 
     def _seed_masters(self, seed: int) -> None:
         """From `initial_value`, a parameter at a time; a rank draws only those that it holds some of."""
@@ -271,11 +292,18 @@ class Optimizer:
     def reset_from_weights(self) -> None:
         """Starts afresh from weights that were loaded alone: masters are the weights, moments and counts zero."""
         for piece, master in self.masters.pieces():
-            master.copy_(self.weights.high_precision(piece.name).reshape(-1)[piece.start : piece.stop])
+            if piece.name not in self._primary:  # those were loaded into their masters
+                master.copy_(self.weights.high_precision(piece.name).reshape(-1)[piece.start : piece.stop])
         for values in (self.exp_avg, self.exp_avg_sq):
             values.zero()
         self.step_count.zero_()
         self.skipped_count.zero_()
+        self.write_weights()
+
+    def _primary_items(self) -> dict[str, StateItem]:
+        """The masters of FP8 primary weights, which have no other high-precision value; views."""
+        specs = {name: self._specs[name] for name in sorted(self._primary)}
+        return self.masters.state("", specs, self._stages.counted_before)
 
     def gradients(self) -> dict[str, StateItem]:
         """Global name -> this rank's shards of the reduced gradients (copies), as `state()` gives masters."""
@@ -291,12 +319,19 @@ class Optimizer:
         return {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
+def _is_fp8(param: nn.Parameter) -> bool:
+    """Whether it is the weight of a linear that runs in FP8."""
+    owner = getattr(param, "owner", None)
+    return isinstance(owner, Weight) and owner.recipe is not None
+
+
 def build_optimizer(
     params: Iterable[tuple[ParamSpec, nn.Parameter]],
     config: Config,
     parallel: ParallelContext,
     *,
     decoupled: frozenset[str] = frozenset(),
+    scaling: ScalingHistory | None = None,
 ) -> Optimizer:
     """The optimizer of a model's parameters; masters start from `initial_value`, never from a rounded weight.
 
@@ -304,9 +339,17 @@ def build_optimizer(
         params: every parameter of the model, in the order of their use; those that require no gradient are only saved
             and loaded.
         decoupled: global names of the parameters that follow --decoupled-lr.
+        scaling: delayed scaling's history, if the model has one.
 
     """
     o = config.optimizer
     options = AdamWOptions(beta1=o.adam_beta1, beta2=o.adam_beta2, eps=o.adam_eps, clip_grad=o.clip_grad)
-    sharding = Sharding.of(config)
-    return Optimizer(params, options, seed=config.train.seed, decoupled=decoupled, parallel=parallel, sharding=sharding)
+    return Optimizer(
+        params,
+        options,
+        seed=config.train.seed,
+        decoupled=decoupled,
+        parallel=parallel,
+        sharding=Sharding.of(config),
+        scaling=scaling,
+    )

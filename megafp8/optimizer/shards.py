@@ -53,7 +53,7 @@ class ShardState:
         """
         boxes = {name: [] for name in specs}
         for shard, flat in self._zip():
-            for piece in shard.pieces:
+            for piece in (p for p in shard.pieces if p.name in specs):
                 boxes[piece.name] += [(box, flat[place]) for box, place in piece_boxes(piece, specs[piece.name])]
         items = {}
         for name, spec in specs.items():

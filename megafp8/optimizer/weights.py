@@ -8,7 +8,8 @@ no path can leave a stale copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,19 @@ from torch import Tensor, nn
 from megafp8.fp8.param import Weight, share_amaxes
 from megafp8.optimizer.layout import Bucket, Shard
 from megafp8.parallel import Axis, Pending
-from megafp8.params import ParamSpec, StateItem, spec_of, unpadded
+from megafp8.params import ParamSpec, StateItem, name_of, spec_of, unpadded
 
 PREFIX = "model/"
 """Global names of weights in a checkpoint: `model/<parameter>`."""
+MASTERS = "optimizer/master/"
+"""And of the optimizer's masters."""
 
 
 class ModelWeights:
-    """All parameters of a model, frozen ones too, under their global names."""
+    """All parameters of a model, frozen ones too, under their global names.
+
+    primary: gives the masters of FP8 primary weights, from which those are written, under global names.
+    """
 
     def __init__(self, params: Iterable[tuple[ParamSpec, nn.Parameter]]):
         pairs = list(params)
@@ -31,6 +37,7 @@ class ModelWeights:
         self.specs: dict[str, ParamSpec] = {spec.name: spec for spec, _ in pairs}
         assert len(self.params) == len(pairs), "two parameters share a global name"
         self.arrivals = Arrivals()
+        self.primary: Callable[[], dict[str, StateItem]] = dict
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
@@ -49,21 +56,37 @@ class ModelWeights:
         return self.params[name].detach()
 
     def state(self) -> dict[str, StateItem]:
-        """Weights in their compute dtype (BF16 or FP32, whatever the recipe), without vocabulary padding."""
+        """Weights in their compute dtype (BF16 or FP32, whatever the recipe), without vocabulary padding.
+
+        Of FP8 primary weights that is this rank's shards of their masters, rounded: copies.
+        """
         self.arrivals.wait_all()
-        return {
+        primary = self.primary()
+        rounded = {
+            PREFIX + key: replace(item, tensor=item.tensor.to(self.params[name_of(key)].dtype))
+            for key, item in primary.items()
+        }
+        return rounded | {
             PREFIX + name: StateItem(unpadded(self.high_precision(name), spec), spec.shape, spec.box)
             for name, spec in self.specs.items()
+            if name not in primary
         }
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `state()`'s tensors; KeyError when one is missing. Padding rows become zero."""
-        values = {}
+        """Takes `state()`'s tensors; KeyError when one is missing. Padding rows become zero.
+
+        FP8 primary weights are loaded into their masters; the optimizer's load or reset, which follows, writes them.
+        """
+        values, primary = {}, self.primary()
+        for key, item in primary.items():
+            if MASTERS + key not in tensors:  # an exact master was loaded in place
+                item.tensor.copy_(tensors[PREFIX + key])
         for name, spec in self.specs.items():
-            param = self.params[name]
-            values[name] = torch.zeros(spec.local_shape, dtype=param.dtype, device=param.device)
-            unpadded(values[name], spec).copy_(tensors[PREFIX + name])
+            if name not in primary:
+                param = self.params[name]
+                values[name] = torch.zeros(spec.local_shape, dtype=param.dtype, device=param.device)
+                unpadded(values[name], spec).copy_(tensors[PREFIX + name])
         self.write(values)
 
 

@@ -84,6 +84,7 @@ class RunState:
                 owner.reset_from_weights()
             else:
                 owner.load_state(tensors)
+        self._parts.optimizer.write_weights()  # FP8 primary weights again, now that their scales are there
 
 
 def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:

@@ -174,10 +174,10 @@ def train(
         if fault is not None:
             fault(stack)
         model = build_model(config, parallel, "cpu")
-        optimizer = build_optimizer(specs_in_order(model), config, parallel)
+        scaling = DelayedScaling.of(model)
+        optimizer = build_optimizer(specs_in_order(model), config, parallel, scaling=scaling)
         if config.parallel.overlap_param_gather:
             optimizer.wait_before_use(model)
-        scaling = DelayedScaling.of(model)
         if load is not None:
             load_states(load, [optimizer.weights, optimizer] + [scaling] * (scaling is not None), parallel)
         count = config.train.global_batch_size // (config.train.micro_batch_size * parallel.dp.size)
@@ -219,6 +219,7 @@ def load_states(directory: str, owners: list, parallel: ParallelContext) -> None
     tensors = load_found(find_checkpoint(directory), items, elsewhere=elsewhere)
     for owner in owners:
         owner.load_state(tensors)
+    owners[1].write_weights()
 
 
 def parts_of(items: dict[str, StateItem]) -> dict[str, Part]:

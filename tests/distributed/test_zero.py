@@ -83,8 +83,8 @@ def parts_of(items: dict[str, StateItem]) -> Parts:
 def whole(ranks: list[Parts], *, once: bool = False) -> dict[str, Tensor]:
     """The global tensors of all ranks' parts; copies must agree. once: no element is on two ranks."""
     tensors: dict[str, Tensor] = {}
-    for name in ranks[0]:
-        held = [part for rank in ranks for part in rank[name]]
+    for name in sorted({name for rank in ranks for name in rank}):
+        held = [part for rank in ranks for part in rank.get(name, [])]
         shape, dtype = held[0][1], held[0][2].dtype
         total, count = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.int32)
         for box, _, values in held:

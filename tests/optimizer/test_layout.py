@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.optimizer.buffers import launch_order
-from megafp8.optimizer.layout import ALIGNMENT, Entry, Group, Piece, Shard, piece_boxes, plan_layouts, range_boxes
-from megafp8.params import Init, ParamSpec
+from megafp8.optimizer.layout import ALIGNMENT, Entry, Group, Piece, Shard, piece_boxes, plan_layouts
+from megafp8.params import Init, ParamSpec, range_boxes
 
 ENTRIES = st.lists(
     st.tuples(
