@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel ...
 
 `--help` explains the flags, `--dry-run` shows what a command line would run. Exit codes: 0 the run ended as it
-should, 2 a mistake in the flags or files, 128 + N a signal N ended it (after a save).
+should, 1 an error, or the last checkpoint could not be saved, 2 a mistake in the flags or files, 128 + N a signal N
+ended it (after a save).
 """
 
 from __future__ import annotations

@@ -88,11 +88,21 @@ def unlike_base(run: Run, base: Run) -> str | None:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over a centred window of `window` values; towards the ends it narrows on both sides, so that it stays
-    centred (else a falling curve would start too low and end too high)."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
+    centred (else a falling curve would start too low and end too high). NaN values (skipped steps) are left out."""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
     places = np.arange(len(values))
     half = np.minimum(window // 2, np.minimum(places, places[::-1]))
-    return (sums[places + half + 1] - sums[places - half]) / (2 * half + 1)
+    first, last = places - half, places + half + 1
+    total, count = sums[last] - sums[first], counts[last] - counts[first]
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def finite_mean(values: np.ndarray) -> float:
+    """Mean of the finite values; NaN where there is none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else float("nan")
 
 
 def gap_curve(run: Run, base: Run, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,10 +119,12 @@ def gap_of(run: Run, base: Run, window: int) -> Gap:
     train = largest = valid = float("nan")
     if len(common):
         tail = max(1, len(common) // 4)
-        reference = base.losses[theirs][-tail:].mean()
-        train = (run.losses[mine][-tail:].mean() - reference) / reference
+        reference = finite_mean(base.losses[theirs][-tail:])
+        train = (finite_mean(run.losses[mine][-tail:]) - reference) / reference
         curve, half = np.abs(gap_curve(run, base, window)[1]), window // 2
-        largest = float((curve[half : len(curve) - half] if len(curve) > 2 * half else curve).max())
+        curve = curve[half : len(curve) - half] if len(curve) > 2 * half else curve
+        largest = float(curve[np.isfinite(curve)].max(initial=-1.0))
+        largest = largest if largest >= 0 else float("nan")
     common, mine, theirs = np.intersect1d(run.valid_iterations, base.valid_iterations, return_indices=True)
     if len(common):
         reference = base.valid_losses[theirs][-1]
@@ -164,7 +176,7 @@ def table(runs: list[Run], gaps: list[Gap]) -> str:
         valid = f"{run.valid_losses[-1]:10.4f}" if len(run.valid_losses) else f"{'-':>10}"
         shown = f"{gap.train:+9.3%}  {gap.valid:+9.3%}  {gap.largest:11.3%}" if run is not runs[0] else f"{'(base)':>9}"
         lines.append(
-            f"{run.label:{width}}  {run.iterations[-1]:10d}  {run.losses[-tail:].mean():10.4f}  {valid}  {shown}"
+            f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(run.losses[-tail:]):10.4f}  {valid}  {shown}"
         )
     return "\n".join(lines)
 

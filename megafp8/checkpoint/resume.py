@@ -40,6 +40,12 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> Found | None:
     ValueError when `step` isn't there, DamagedFileError when the checkpoint is damaged.
     """
     load = Path(load)
+    try:
+        there = load.is_dir() or not load.exists()
+    except OSError as error:
+        raise ValueError(f"--load {load}: {error.strerror}; give a directory of checkpoints") from None
+    if not there:
+        raise ValueError(f"--load {load}: is no directory; give a directory of checkpoints")
     if (load / INDEX_FILE).is_file():
         return _found(load)
     if step is None:

@@ -138,6 +138,9 @@ class _Builder:
             return GPTDataset(documents, selection, num_samples=num_samples, seq_length=self.data.seq_length,
                               seed=self.seed, shuffle=training or self.shuffle_eval,
                               drop_last=training or self.drop_last_eval, cache_dir=self.cache_dir(prefix))
+        except (MemoryError, OverflowError):
+            raise ValueError(f"{spec.flag} {prefix}: an index of {num_samples} {_SPLIT_NAMES[split]} samples does not "
+                             "fit in memory; lower --train-iters, --train-samples or --eval-iters") from None
         except ValueError as error:
             raise ValueError(f"{spec.flag} {prefix}: the {_SPLIT_NAMES[split]} split can't be used: {error}") from None
 

@@ -1,6 +1,7 @@
 """A cache of arrays on disk, keyed by a hash of everything they are computed from.
 
-Every entry is a directory `CACHE_DIR/KEY` with one `.npy` file an array and `description.json`. It is written under
+Every entry is a directory `CACHE_DIR/KEY` with one `.npy` file an array, `arrays.json` (what they must look like) and
+`description.json`. It is written under
 another name and renamed when complete, so that no process ever sees part of one: ranks, nodes and jobs may share a
 directory, or have one each, without talking to each other. A file lock only saves them from doing the work twice.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-_FORMAT = 1  # raise when the meaning of a cached array changes
+_FORMAT = 2  # raise when the meaning of a cached array changes
 
 
 def cached_arrays(cache_dir: str | os.PathLike | None, description: dict,
@@ -65,6 +66,7 @@ def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> No
                 f.flush()
                 os.fsync(f.fileno())
         (temporary / "description.json").write_text(description + "\n")
+        (temporary / "arrays.json").write_text(json.dumps(_outline(arrays)) + "\n")
         try:
             os.rename(temporary, entry)
         except OSError:
@@ -76,9 +78,18 @@ def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> No
 
 def _load(entry: Path) -> dict[str, np.ndarray]:
     try:
-        return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(entry.glob("*.npy"))}
+        arrays = {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in sorted(entry.glob("*.npy"))}
+        expected = json.loads((entry / "arrays.json").read_text())
+        if _outline(arrays) != expected:
+            raise ValueError(f"arrays {_outline(arrays)} instead of {expected}")
+        return arrays
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{entry}: damaged cache entry ({error}); delete this directory and start again") from None
+
+
+def _outline(arrays: dict[str, np.ndarray]) -> dict[str, list]:
+    """Name -> dtype and shape, in JSON types."""
+    return {name: [value.dtype.str, *value.shape] for name, value in sorted(arrays.items())}
 
 
 @contextlib.contextmanager

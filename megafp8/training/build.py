@@ -6,6 +6,9 @@ What can be wrong with flags or files is found here, before the first step, as a
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,7 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
+from megafp8.training.places import check_places
 from megafp8.training.step import PipelinePlan
 
 
@@ -66,18 +70,39 @@ def set_determinism(config: Config, device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+@contextmanager
+def memory_for(config: Config, device: torch.device) -> Iterator[None]:
+    """Turns a lack of memory, while something big is built, into a ValueError of one line."""
+    try:
+        yield
+    except (MemoryError, OverflowError, RuntimeError) as error:  # PyTorch's, on CPUs, is a plain RuntimeError
+        lacking = isinstance(error, (MemoryError, OverflowError, torch.OutOfMemoryError))
+        if not lacking and not re.search("can't allocate memory|not enough memory|overflow", str(error)):
+            raise
+        raise ValueError(
+            f"the model and its optimizer do not fit in the memory of {device} (--num-layers "
+            f"{config.model.num_layers}, --hidden-size {config.model.hidden_size}): make it smaller or spread it over "
+            "more processes; --dry-run estimates its memory"
+        ) from None
+
+
 def build_parts(config: Config, parallel: ParallelContext, device: torch.device) -> Parts:
-    """Builds everything, cheapest check first: tokenizer and data before the model takes memory."""
+    """Builds everything, cheapest check first: tokenizer and data before the model takes memory.
+
+    Raises ValueError, in one line, for what is wrong with flags or files, a model that memory doesn't hold included.
+    """
+    check_places(config, parallel)
     set_determinism(config, device)
     tokenizer = build_tokenizer(config.data)
     config = with_vocab_size(config, tokenizer.vocab_size)
     datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     schedule = build_schedule(config)
-    model = build_model(config, parallel, device)
-    ends = model.ends() if config.optimizer.decoupled_lr is not None else ()
-    decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
-    scaling, plan = DelayedScaling.of(model), PipelinePlan.of(config, parallel)
-    optimizer = build_optimizer(specs_in_order(model), config, parallel, decoupled=decoupled, scaling=scaling)
-    if config.parallel.overlap_param_gather:
-        optimizer.wait_before_use(model)
+    with memory_for(config, device):
+        model = build_model(config, parallel, device)
+        ends = model.ends() if config.optimizer.decoupled_lr is not None else ()
+        decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
+        scaling, plan = DelayedScaling.of(model), PipelinePlan.of(config, parallel)
+        optimizer = build_optimizer(specs_in_order(model), config, parallel, decoupled=decoupled, scaling=scaling)
+        if config.parallel.overlap_param_gather:
+            optimizer.wait_before_use(model)
     return Parts(config, parallel, device, tokenizer, datasets, model, optimizer, scaling, schedule, plan)

@@ -3,11 +3,13 @@
 One JSON object a line, numbers unrounded. Training lines come one an iteration, written at every `--log-interval`
 (reading a number from a GPU waits for it, so that happens once an interval); their `elapsed_ms`,
 `tokens_per_second` and `tflops_per_gpu` are means over the interval, evaluation and saving excluded. After a resume
-lines are appended: of two lines for one iteration the later one counts (`read_metrics` does that).
+lines are appended: of two lines for one iteration the later one counts (`read_metrics` does that). What is no finite
+number is `null` there, since JSON has no NaN; the `nan` column and the console tell.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -60,7 +62,7 @@ class RunLog:
             return
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
-            self._jsonl = open(log_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+            self._jsonl = _open_to_append(log_dir / METRICS_FILE)
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -109,7 +111,8 @@ class RunLog:
 
     def _write(self, line: dict[str, Any], prefix: str) -> None:
         if self._jsonl is not None:
-            self._jsonl.write(json.dumps(line) + "\n")
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+            self._jsonl.write(json.dumps(finite, allow_nan=False) + "\n")
             self._jsonl.flush()
         if self._tensorboard is not None:
             for key, value in line.items():
@@ -122,6 +125,17 @@ class RunLog:
             if resource is not None:
                 resource.close()
         self._bar = self._jsonl = self._tensorboard = None
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """Opens a file of lines to append to; half a line that a killed run left at its end goes."""
+    stream = open(path, "a+b")  # noqa: SIM115 - closed by the RunLog
+    stream.seek(0)
+    end = 0
+    for line in stream:
+        end += len(line) if line.endswith(b"\n") else 0
+    stream.truncate(end)
+    return io.TextIOWrapper(stream, encoding="utf-8")
 
 
 def console_line(lines: list[dict[str, Any]], total_iterations: int, show_throughput: bool = False) -> str:
@@ -150,7 +164,7 @@ def console_line(lines: list[dict[str, Any]], total_iterations: int, show_throug
 
 
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(training lines, validation lines) of a run's directory, each iteration once, in order.
+    """(training lines, validation lines) of a run's directory, each iteration once, in order; null is NaN.
 
     Raises ValueError when `run` holds no `metrics.jsonl`, or when a line other than the last is damaged (a run that
     is killed may leave half a last line).
@@ -160,14 +174,15 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
         raise ValueError(f"{run}: no {METRICS_FILE} there; give a directory written by --log-dir")
     training: dict[int, dict[str, Any]] = {}
     validation: dict[tuple[str, int], dict[str, Any]] = {}
-    text = path.read_text(encoding="utf-8").splitlines()
+    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, raw in enumerate(text, start=1):
         try:
-            line = json.loads(raw)
-        except json.JSONDecodeError as error:
+            line = {key: math.nan if value is None else value for key, value in json.loads(raw).items()}
+            line["iteration"]
+        except (ValueError, AttributeError, KeyError) as error:
             if number == len(text):
                 break
-            raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
+            raise ValueError(f"{path}: line {number} is not JSON of a run's log ({error})") from error
         if "valid_loss" in line:
             validation[line.get("dataset", ""), line["iteration"]] = line
         else:

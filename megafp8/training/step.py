@@ -158,7 +158,8 @@ def forward_backward(
     observe(executor)
     optimizer.reduce_gradients()
     parallel.pp.sum_(parallel.dp_cp.sum_(totals))
-    return StepOutput(totals[0] / totals[1], totals[1], _reduced_means(model, statistics, parallel))
+    # A global batch whose tokens are all masked has the loss 0, not NaN: nothing is wrong with it.
+    return StepOutput(totals[0] / totals[1].clamp(min=1), totals[1], _reduced_means(model, statistics, parallel))
 
 
 def _reduced_means(

@@ -36,6 +36,7 @@ class Trainer:
         self._agreement = Agreement(parts.parallel, parts.device)
         self._stopped_by = 0
         self._saved_iteration: int | None = None
+        self._save_failed = False
         notes = self._resume()
         self.total_iterations = self._total_iterations()
         self.log = self._open_log()
@@ -71,7 +72,8 @@ class Trainer:
         return train.train_iters or math.ceil(train.train_samples / train.global_batch_size)
 
     def run(self) -> int:
-        """Trains; returns 0, or 128 + the signal's number when a signal ended the run (after a save)."""
+        """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), or 1 when the last
+        save failed."""
         with StopSignal() as stop:
             try:
                 if not self.config.train.skip_train:
@@ -81,7 +83,7 @@ class Trainer:
             finally:
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
-            return 128 + number if number else 0
+            return 128 + number if number else int(self._save_failed)
 
     def _train(self, stop: StopSignal) -> None:
         batches = None
@@ -247,7 +249,8 @@ class Trainer:
         return stopping or bool(checkpoint.save_interval and iteration % checkpoint.save_interval == 0)
 
     def _save(self) -> None:
-        if self.state.save(self.progress):
+        self._save_failed = not self.state.save(self.progress)
+        if not self._save_failed:
             self._saved_iteration = self.progress.iteration
             self.log.note(f"saved iteration {self.progress.iteration} to {self.config.checkpoint.save}")
         else:

@@ -52,6 +52,18 @@ def test_damaged_entry_is_named(tmp_path):
         cached_arrays(tmp_path, {}, lambda: {"a": np.arange(1000)})
 
 
+@pytest.mark.parametrize("wrong", [None, np.arange(3), np.arange(1000.0)])
+def test_array_that_is_missing_or_another(tmp_path, wrong):
+    """Well-formed files of the wrong length would be an IndexError in the middle of training."""
+    cached_arrays(tmp_path, {}, lambda: {"a": np.arange(1000), "b": np.arange(9)})
+    path = next(tmp_path.glob("*/a.npy"))
+    path.unlink()
+    if wrong is not None:
+        np.save(path, wrong)
+    with pytest.raises(ValueError, match=f"{path.parent}: damaged cache entry.*delete this directory"):
+        cached_arrays(tmp_path, {}, lambda: {"a": np.arange(1000)})
+
+
 def _slow_build():
     time.sleep(0.3)
     return {"a": np.arange(300_000), "b": np.arange(300_000) ** 2}

@@ -35,6 +35,25 @@ def test_smoothing_keeps_means_and_ends():
     assert np.allclose(compare_runs.smooth(noisy, 5), [4, 2, 3, 10 / 3, 2])
 
 
+def test_skipped_steps_leave_the_rest_of_the_curve(tmp_path, capsys):
+    """A NaN is no reason to lose a curve, and a run of nothing else is shown as what it is."""
+    losses = dict.fromkeys(range(1, 41), 4.0)
+    base = write_run(tmp_path / "a", losses, {40: 2.0})
+    holes = {i: None if i in (10, 11, 12, 40) else 4.4 for i in losses}
+    other = write_run(tmp_path / "b", holes, {40: float("nan")})
+    broken = write_run(tmp_path / "c", dict.fromkeys(losses, None), {})
+    runs = [compare_runs.load_run(p, p.name) for p in (base, other, broken)]
+    gap = compare_runs.gap_of(runs[1], runs[0], window=3)
+    assert (gap.train, gap.largest) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert np.isnan(gap.valid)
+    assert np.isnan(compare_runs.smooth(runs[1].losses, 3)[10])
+    assert np.isfinite(compare_runs.smooth(runs[1].losses, 3)[[8, 12, 30]]).all()
+    picture = tmp_path / "out.png"
+    assert compare_runs.main([str(base), str(other), str(broken), "--output", str(picture)]) == 0
+    assert picture.stat().st_size > 0
+    assert "nan%" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("points", "window"), [(8, 1), (60, 5), (300, 21), (10**4, 21)])
 def test_a_short_run_is_smoothed_less(points, window):
     run = compare_runs.Run("x", np.arange(points), *[np.zeros(points)] * 3, {})

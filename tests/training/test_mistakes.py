@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megafp8.data import IndexedDatasetBuilder
-from tests.training.runs import EOD, RECIPES, TEXT, flags, run, write_corpus
+from tests.training.runs import EOD, RECIPES, TEXT, flags, metrics, run, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +97,33 @@ def test_dry_run_of_every_recipe(corpus, capsys, recipe):
 
 def test_text_is_there():
     assert TEXT.stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir", "--load"])
+def test_places_that_are_none(corpus, tmp_path, capsys, flag):
+    """Before training, not after days of it."""
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / ("x" * 300)):
+        assert flag in error_of(capsys, *flags(corpus, flag, str(place)))
+
+
+def test_model_beyond_memory(corpus, capsys):
+    assert "--dry-run" in error_of(capsys, *flags(corpus, "--hidden-size", "4000000"))
+
+
+def test_lost_last_save_is_no_success(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("megafp8.training.trainer.RunState.save", lambda *_: False)
+    short = ("--train-iters", "1", "--eval-iters", "0", "--lr-warmup-iters", "0")
+    assert run(*flags(corpus, "--save", str(tmp_path / "c"), *short)) == 1
+    assert "could not save iteration 1" in capsys.readouterr().out
+
+
+def test_batches_without_a_token_that_counts(tmp_path, capsys):
+    """A loss of 0, no NaN: nothing is wrong, and no weight moves."""
+    with IndexedDatasetBuilder(tmp_path / "eods", np.uint16) as builder:
+        for _ in range(30):
+            builder.add_document(np.array([EOD] * 60))
+    short = ("--train-iters", "2", "--lr-warmup-iters", "0", "--log-interval", "1")
+    assert run(*flags(tmp_path / "eods", *short, "--eod-mask-loss", "--log-dir", str(tmp_path / "log"))) == 0
+    training, _ = metrics(tmp_path / "log")
+    assert [(line["lm_loss"], line["grad_norm"], line["nan"]) for line in training] == [(0.0, 0.0, 0)] * 2

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import pytest
 
@@ -52,10 +53,50 @@ def test_half_a_last_line_is_ignored_and_a_damaged_one_named(tmp_path):
     path.write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:20])
     assert len(read_metrics(tmp_path)[0]) == 1
     path.write_text('{"iteration": 1,\n' + json.dumps(line(2)) + "\n")
-    with pytest.raises(ValueError, match="line 1 is not JSON"):
+    with pytest.raises(ValueError, match="line 1 is not JSON of a run's log"):
         read_metrics(tmp_path)
     with pytest.raises(ValueError, match="no metrics.jsonl"):
         read_metrics(tmp_path / "elsewhere")
+
+
+def strict(text: str):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), -float("inf")])
+def test_every_line_is_json_whatever_the_loss(tmp_path, loss):
+    out = io.StringIO()
+    log = open_log(tmp_path, out=out, tensorboard_dir=tmp_path)
+    log.training([line(1, loss, grad_norm=loss, skipped=1, nan=1), line(2)])
+    log.validation("", {"iteration": 2, "valid_loss": loss, "valid_ppl": loss})
+    log.close()
+    lines = [strict(text) for text in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert [entry.get("lm_loss", "none") for entry in lines] == [None, 2.0, "none"]
+    assert "number of nan iterations:   1" in out.getvalue()
+    training, validation = read_metrics(tmp_path)
+    assert math.isnan(training[0]["lm_loss"])
+    assert math.isnan(validation[0]["valid_ppl"])
+    assert training[1]["lm_loss"] == 2.0
+
+
+def test_a_resumed_run_mends_the_half_line_of_a_killed_one(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:20])
+    log = open_log(tmp_path)
+    log.training([line(2), line(3)])
+    log.close()
+    assert [entry["iteration"] for entry in read_metrics(tmp_path)[0]] == [1, 2, 3]
+    assert all(strict(text) for text in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize("text", ["3", "[]", "{}", "\xff"])
+def test_lines_that_are_no_log(tmp_path, text):
+    (tmp_path / METRICS_FILE).write_text(text + "\n" + json.dumps(line(2)) + "\n", encoding="latin-1")
+    with pytest.raises(ValueError, match="line 1 is not JSON of a run's log"):
+        read_metrics(tmp_path)
 
 
 def test_console_line_averages_the_interval_and_counts_skips():

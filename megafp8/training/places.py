@@ -1,0 +1,21 @@
+"""The directories that a run writes to, tried out before it trains: a run must not learn after days that it can't."""
+
+from __future__ import annotations
+
+from megafp8.config import Config
+from megafp8.config.config import flag_of
+from megafp8.data.cache import writable_directory
+from megafp8.parallel import ParallelContext
+
+
+def check_places(config: Config, parallel: ParallelContext) -> None:
+    """Makes `--save`, `--log-dir` and `--tensorboard-dir` where they are missing, and writes a file there for a moment.
+
+    Every rank writes checkpoints, the first one logs. Raises ValueError with the flag of the first place that refuses.
+    """
+    saves = () if config.train.skip_train else ("save",)
+    logs = ("log_dir", "tensorboard_dir") if parallel.is_first else ()
+    for name in (*saves, *logs):
+        directory = config.value(name)
+        if directory is not None and not writable_directory(directory):
+            raise ValueError(f"{flag_of(name)} {directory}: can't write there; give another directory")
