@@ -70,6 +70,9 @@ class ModelConfig:
     qk_head_dim: int = flag(128, "Latent attention: channels of a head's queries and keys that are not rotated.")
     qk_pos_emb_head_dim: int = flag(64, "Latent attention: rotated channels; their keys are shared by all heads.")
     v_head_dim: int = flag(128, "Latent attention: channels of a head's values.")
+    latent_norm_epsilon: float | None = flag(
+        None, "Latent attention: epsilon of the latents' norms.", shown_default="--norm-epsilon"
+    )
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size, in tokens."
     )

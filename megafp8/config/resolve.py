@@ -77,6 +77,8 @@ def _attention(config: Config) -> Config:
     m = config.model
     if m.kv_channels is None:
         config = config.replace(kv_channels=m.hidden_size // m.num_attention_heads)
+    if m.multi_latent_attention and m.latent_norm_epsilon is None:
+        config = config.replace(latent_norm_epsilon=m.norm_epsilon)
     if not m.group_query_attention:
         return config.replace(num_query_groups=m.num_attention_heads)
     return config.replace(num_query_groups=1 if m.num_query_groups is None else m.num_query_groups)

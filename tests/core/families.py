@@ -121,7 +121,8 @@ QWEN2_MOE = replace(
 DEEPSEEK = replace(
     MOE,
     num_layers=3,
-    norm_epsilon=1e-6,  # the only one with which theirs uses the same inside of attention
+    norm_epsilon=1e-5,
+    latent_norm_epsilon=1e-6,  # theirs, whatever rms_norm_eps says
     num_query_groups=4,
     multi_latent_attention=True,
     qk_layernorm=True,

@@ -72,13 +72,13 @@ def _args(hf: Values) -> dict[str, Any]:
     hf.require("rope_interleave", True, default=True)
     hf.require("scoring_func", "sigmoid", default="sigmoid")
     hf.require("topk_method", "noaux_tc", default="noaux_tc")
-    hf.require("rms_norm_eps", 1e-6, default=1e-6)  # the latents' norms have it whatever config.json says
     width, shared = hf.integer("moe_intermediate_size", 2048), hf.count("n_shared_experts")
     args = decoder_args(hf)
     args |= {"group_query_attention": False, "num_query_groups": None, "kv_channels": None}
     dense = min(hf.count("first_k_dense_replace"), args["num_layers"])
     args |= {
         "multi_latent_attention": True,
+        "latent_norm_epsilon": 1e-6,  # whatever rms_norm_eps says
         "qk_layernorm": True,
         "q_lora_rank": hf.integer("q_lora_rank", None),
         "kv_lora_rank": hf.integer("kv_lora_rank", 512),

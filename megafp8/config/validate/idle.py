@@ -34,7 +34,7 @@ IDLE = (
         "without --rope-type yarn",
     ),
     Idle(
-        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "latent_norm_epsilon"),
         lambda c: not c.model.multi_latent_attention,
         "without --multi-latent-attention",
     ),

@@ -68,7 +68,7 @@ LARGEST, SMALLEST = 3.4e38, 1.2e-38
 """Of FP32's normal numbers: what a flag says is computed with in FP32."""
 ABOVE_ZERO = (
     *("rotary_base", "rotary_percent", "rope_scaling_factor", "beta_fast", "beta_slow"),
-    *("moe_router_topk_scaling_factor", "norm_epsilon", "adam_eps"),
+    *("moe_router_topk_scaling_factor", "norm_epsilon", "latent_norm_epsilon", "adam_eps"),
 )
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
 

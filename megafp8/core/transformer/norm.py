@@ -65,26 +65,26 @@ class Norm(nn.Module):
 
 def hidden_norm(name: str, build: BuildContext) -> Norm:
     """The norm of a layer's input or of the model's output, over the hidden size."""
-    return _norm(name, build.model.hidden_size, build, build.sequence_parallel)
+    return _norm(name, build.model.hidden_size, build.model.norm_epsilon, build, build.sequence_parallel)
 
 
 def head_norm(name: str, build: BuildContext) -> Norm:
     """The norm of each head's queries or keys, over the head's channels. It sees all tokens, but only this rank's
     heads: its gradient is a part as well."""
-    return _norm(name, build.model.kv_channels, build, build.tp.size > 1)
+    return _norm(name, build.model.kv_channels, build.model.norm_epsilon, build, build.tp.size > 1)
 
 
 def latent_norm(name: str, size: int, build: BuildContext) -> Norm:
     """The norm of a latent of `size` channels, which every rank has whole, of all tokens."""
-    return _norm(name, size, build, False)
+    return _norm(name, size, build.model.latent_norm_epsilon, build, False)
 
 
-def _norm(name: str, size: int, build: BuildContext, gradient_is_part: bool) -> Norm:
+def _norm(name: str, size: int, eps: float, build: BuildContext, gradient_is_part: bool) -> Norm:
     return Norm(
         name,
         size,
         kind=build.model.normalization,
-        eps=build.model.norm_epsilon,
+        eps=eps,
         zero_centered=build.model.apply_layernorm_1p,
         gradient_is_part=gradient_is_part,
         dtype=build.dtype,

@@ -73,6 +73,7 @@ CASES = [
     _case("qwen3-moe-not-normalized", "Qwen3Moe", LLAMA, **MOE, num_experts=4, mlp_only_layers=[0],
           num_hidden_layers=3),
     _case("deepseek-v3", "DeepseekV3", DEEPSEEK),
+    _case("deepseek-v3-eps", "DeepseekV3", DEEPSEEK, rms_norm_eps=1e-3),
     _case("deepseek-v3-yarn", "DeepseekV3", DEEPSEEK, n_shared_experts=2, norm_topk_prob=False,
           routed_scaling_factor=1.5, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}),
     _case("deepseek-v3-no-groups", "DeepseekV3", DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1,

@@ -31,7 +31,7 @@ def naive(m, p, x, turn, window=None):
     def norm(x, name):
         if not m.qk_layernorm:
             return x
-        return x / (x.pow(2).mean(-1, keepdim=True) + m.norm_epsilon).sqrt() * p[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + m.latent_norm_epsilon).sqrt() * p[f"{name}.weight"]
 
     def rotate(x):
         pairs = torch.view_as_complex(x.contiguous().view(len(x), -1, 2)) * turn
