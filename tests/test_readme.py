@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config.compat import NOT_YET_FIELDS
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -48,9 +50,21 @@ def test_every_command(checkout):
     assert (tour / "blockwise" / "ckpt" / "latest").read_text().strip() == "iter_0000060"
 
 
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 8
+    for link in links:
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
 def test_python_blocks(checkout):
     for block in blocks("python"):
         run([sys.executable, "-c", block], checkout, timeout=120)
+
+
+def test_what_is_missing_is_what_the_flags_refuse():
+    (sentence,) = re.findall(r"^- Not yet, [^:]*: (.*?)\.", README, re.MULTILINE | re.DOTALL)
+    assert set(" ".join(sentence.split()).split(", ")) == {field.feature for field in NOT_YET_FIELDS}
 
 
 def test_make_targets_exist():

@@ -127,6 +127,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, group in GROUPS.items():
         add_group(parser, group, TITLES[name])
+    features = {field.name: field.feature for field in compat.NOT_YET_FIELDS}
+    for action in parser._actions:
+        if action.dest in features:
+            action.help += f" Not yet: {features[action.dest]}."
     for entry in compat.FOREIGN:
         parser.add_argument(
             entry.flag, action=_Foreign, nargs=entry.nargs, dest="foreign", default=argparse.SUPPRESS,
