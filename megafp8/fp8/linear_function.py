@@ -53,6 +53,11 @@ class LinearArgs:
         return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut, self.comm.grid)
 
     @property
+    def defers(self) -> bool:
+        """Whether weight gradients wait in the step's queue."""
+        return self.step is not None and self.step.grads is not None and self.step.wgrads is not None
+
+    @property
     def gathers_first(self) -> bool:
         """Whether the input is gathered in high precision, before it is quantized."""
         return self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)
@@ -148,10 +153,12 @@ def _backward_high_precision(
 
 
 def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
-    """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad."""
+    """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad; a task that waits
+    gathers when it runs, so that it doesn't hold the other ranks' parts."""
     if not args.comm.gathers_input or (args.recipe is not None and args.gathers_first):
         return kept
-    return args.comm.post_gather(kept()) if args.comm.overlaps else lambda: args.comm.gather(kept())
+    at_once = args.comm.overlaps and not args.defers
+    return args.comm.post_gather(kept()) if at_once else lambda: args.comm.gather(kept())
 
 
 def _fprop_fp8(
@@ -209,7 +216,7 @@ def _backward_fp8(
         dx, quantized = _dgrad_gathering(dy, args, wanted)
     else:
         quantized = _quantize_grad_output(dy, args, wanted)
-    waits = needs_wgrad and args.step is not None and args.step.wgrads is not None
+    waits = needs_wgrad and args.defers
     kept = _kept_input(x, args) if waits else None
     load = (lambda: kept) if waits else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
     arriving = _arriving_input(load, args) if needs_wgrad else None

@@ -81,12 +81,17 @@ class _Microbatches:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How microbatches go through the stages, from the flags. groups: of messages, see `Links`."""
+    """How microbatches go through the stages, from the flags.
+
+    groups: of messages, see `Links`. means: names of the means that this stage reports -> those of all stages, the same
+    in every step, so that they are asked for once.
+    """
 
     name: str = "1f1b"
     group: int | None = None
     wgrad_limit_bytes: int | None = None
     groups: Mapping[tuple[bool, bool], ProcessGroup] = field(default_factory=dict)
+    means: dict[tuple[str, ...], list[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(config: Config, parallel: ParallelContext) -> PipelinePlan:
@@ -159,11 +164,11 @@ def forward_backward(
     optimizer.reduce_gradients()
     parallel.pp.sum_(parallel.dp_cp.sum_(totals))
     # A global batch whose tokens are all masked has the loss 0, not NaN: nothing is wrong with it.
-    return StepOutput(totals[0] / totals[1].clamp(min=1), totals[1], _reduced_means(model, statistics, parallel))
+    return StepOutput(totals[0] / totals[1].clamp(min=1), totals[1], _reduced_means(model, statistics, parallel, plan))
 
 
 def _reduced_means(
-    model: GPTModel | ModelChunks, statistics: Statistics, parallel: ParallelContext
+    model: GPTModel | ModelChunks, statistics: Statistics, parallel: ParallelContext, plan: PipelinePlan
 ) -> dict[str, Tensor]:
     """The step's means over the global batch and all stages; moves the experts' biases by what was counted."""
     for value in (*statistics.sums.values(), *statistics.means.values()):
@@ -172,8 +177,10 @@ def _reduced_means(
     means = statistics.means
     if parallel.pp.size > 1:  # a stage has some of the names only
         like = torch.zeros(2, dtype=torch.float64, device=model.chunks[0].device)
-        names = sorted({name for names in parallel.pp.exchange(sorted(means)) for name in names})
-        means = {name: parallel.pp.sum_(means.get(name, like).clone()) for name in names}
+        own = tuple(sorted(means))
+        if own not in plan.means:
+            plan.means[own] = sorted({name for names in parallel.pp.exchange(own) for name in names})
+        means = {name: parallel.pp.sum_(means.get(name, like).clone()) for name in plan.means[own]}
     return {name: total / weight for name, (total, weight) in means.items()}
 
 

@@ -21,6 +21,7 @@ TIED = GPT2 | {"hidden_size": 32, "num_layers": 4}
 MIXED = [
     Layout(tp=2, pp=2),
     Layout(tp=2, sp=True, pp=2, schedule="zero-bubble"),
+    Layout(tp=2, sp=True, overlap=True, pp=2, chunks=2, schedule="zero-bubble"),
     Layout(pp=2, dp=2),
     Layout(pp=2, chunks=2, dp=2, schedule="zero-bubble"),
     Layout(pp=2, cp=2),
