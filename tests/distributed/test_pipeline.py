@@ -3,7 +3,6 @@
 Untied, without dropout. CASES 19, 80 (microbatch counts) and 05 (FP8 copies of weights over microbatches).
 """
 
-
 import pytest
 import torch
 
