@@ -15,6 +15,13 @@ class TrainConfig:
         "Samples of one optimizer step, over all ranks and microbatches.",
         shown_default="micro batch size x data-parallel size",
     )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "Let the global batch grow: first size, increment, and consumed samples at which it is --global-batch-size.",
+        nargs=3,
+        metavar="N",
+        shown_default="off",
+    )
     train_iters: int | None = flag(None, "Length of the whole training in iterations; or give --train-samples.")
     train_samples: int | None = flag(None, "Length of the whole training in samples; or give --train-iters.")
     eval_interval: int = flag(1000, "Iterations between evaluations on the validation set.")

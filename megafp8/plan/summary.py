@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from megafp8.config import Config, with_vocab_size
+from megafp8.config.batch_size import BatchSize
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
 from megafp8.config.pipeline import pipeline_stages, stages_of_rank
 from megafp8.data import build_tokenizer
@@ -127,7 +128,7 @@ def work_lines(config: Config) -> list[str]:
     train, length = config.train, config.data.seq_length
     iterations = train.train_iters
     if iterations is None and train.train_samples is not None:
-        iterations = train.train_samples // train.global_batch_size
+        iterations = BatchSize.of(train).iterations(train.train_samples)
     step_tokens = train.global_batch_size * length
     micro = train.global_batch_size // (train.micro_batch_size * config.parallel.data_parallel_size)
     flops = training_flops_per_token(config)
@@ -138,7 +139,7 @@ def work_lines(config: Config) -> list[str]:
         f"{flops / 1e9:.4g} GFLOP a token, forward and backward ({share:.1%} causal attention)",
     ]
     if iterations is not None:
-        tokens = iterations * step_tokens
+        tokens = BatchSize.of(train).samples_of(iterations) * length
         lines.append(f"{iterations:,} iterations: {tokens:,} tokens, {tokens * flops:.3e} FLOP")
     return lines
 

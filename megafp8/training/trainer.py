@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from megafp8.config import Config
+from megafp8.config.batch_size import BatchSize
 from megafp8.config.provenance import write_args
 from megafp8.data import Batch, build_loader
 from megafp8.plan.flops import training_flops_per_token
@@ -31,6 +32,7 @@ class Trainer:
         self.config: Config = parts.config
         self.state = RunState(parts)
         self.progress = Progress()
+        self._batch_size = BatchSize.of(self.config.train)
         self.schedule = parts.schedule
         self._start = time.monotonic()
         self._agreement = Agreement(parts.parallel, parts.device)
@@ -47,7 +49,8 @@ class Trainer:
     def _resume(self) -> list[str]:
         found = find_to_resume(self.config)
         if found is None:
-            return []
+            load = self.config.checkpoint.load
+            return [] if load is None else [f"--load {load} holds no checkpoint: a new run starts"]
         self.progress, self.schedule, notes = resume(self.parts, self.state, found)
         self._saved_iteration = self.progress.iteration or None
         return notes
@@ -69,7 +72,7 @@ class Trainer:
 
     def _total_iterations(self) -> int:
         train = self.config.train
-        return train.train_iters or math.ceil(train.train_samples / train.global_batch_size)
+        return train.train_iters or self._batch_size.iterations(train.train_samples)
 
     def run(self) -> int:
         """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), or 1 when the last
@@ -129,14 +132,15 @@ class Trainer:
     def _iteration(self, batches: Iterator[Batch]) -> list[IterationRecord]:
         """One optimizer step; an iteration of --iterations-to-skip only consumes its data and leaves no record."""
         parts, train = self.parts, self.config.train
-        count = train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
+        batch_size = self._batch_size.at(self.progress.consumed_samples)
+        count = batch_size // (train.micro_batch_size * parts.parallel.dp.size)
         samples = self.progress.schedule_samples
         iteration = self.progress.iteration + 1
         microbatches = islice(batches, count)
         if iteration in train.iterations_to_skip:
             for _ in microbatches:
                 pass
-            self._advance()
+            self._advance(batch_size)
             self.log.note(f"iteration {iteration}: its data is passed over (--iterations-to-skip)")
             return []
         parts.optimizer.zero_grad(count)
@@ -164,19 +168,18 @@ class Trainer:
             with_num_zeros=self.config.logging.log_num_zeros_in_grad,
             with_params_norm=self.config.logging.log_params_norm,
         )
-        self._advance()
+        self._advance(batch_size)
         return [
             IterationRecord.of(
                 self.progress,
                 learning_rate=lr,
-                global_batch_size=train.global_batch_size,
+                global_batch_size=batch_size,
                 output=output,
                 stats=stats,
             )
         ]
 
-    def _advance(self) -> None:
-        samples = self.config.train.global_batch_size
+    def _advance(self, samples: int) -> None:
         self.progress.iteration += 1
         self.progress.consumed_samples += samples
         self.progress.consumed_tokens += samples * self.config.data.seq_length
@@ -197,7 +200,8 @@ class Trainer:
     def _write_lines(self, records: list[IterationRecord], seconds: float) -> None:
         """Writes the interval's lines; times are means over it."""
         per_iteration = seconds / len(records)
-        tokens = self.config.train.global_batch_size * self.config.data.seq_length
+        samples = sum(record.host["global_batch_size"] for record in records) / len(records)
+        tokens = samples * self.config.data.seq_length
         flops = tokens * training_flops_per_token(self.config)
         world = self.parts.parallel.world_size
         times = {

@@ -154,7 +154,7 @@ def test_scripts_carry_known_flags_only(name):
     assert unknown == []
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name, missing in SCRIPTS.items() if missing])
 def test_scripts_are_told_every_missing_feature(name):
     text = script(name).replace("--fp16", "")
     with pytest.raises(ValueError) as error:

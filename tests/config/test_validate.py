@@ -27,6 +27,8 @@ MOE = "--num-experts 8 --disable-bias-linear"
 
 # flags beside the small command line -> what the message must say. `-flag` takes a flag of that line away.
 CASES = {
+    # batches
+    "--rampup-batch-size 3 2 9 --global-batch-size 8": ["--rampup-batch-size 3 2 9", "--global-batch-size 8"],
     # model
     "--num-attention-heads 3": ["--hidden-size 64", "--num-attention-heads 3", "--kv-channels"],
     "--group-query-attention --num-query-groups 3": ["--num-attention-heads 4", "--num-query-groups 3"],

@@ -5,7 +5,7 @@ import torch
 
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.optimizer import build_optimizer
-from megafp8.parallel import ParallelContext
+from megafp8.parallel import ParallelContext, fake_parallel
 from megafp8.params import named_specs
 from megafp8.plan.activations import by_module
 from megafp8.plan.memory import plan_memory
@@ -100,6 +100,33 @@ def test_static_memory_is_what_model_and_optimizer_hold(make, variant, values):
     assert plan.main_grads == sum(flat.nbytes for flat in optimizer.grads.state.flats)
     assert plan.masters == sum(flat.nbytes for flat in optimizer.masters.flats)
     assert plan.moments == sum(f.nbytes for s in (optimizer.exp_avg, optimizer.exp_avg_sq) for f in s.flats)
+
+
+PRIMARY = {"use_distributed_optimizer": True, "fp8_param_gather": True}
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "mxfp8 1d"])
+def test_static_memory_of_fp8_primary_weights_in_shards(make, recipe, world):
+    name, _, tile = recipe.partition(" ")
+    values = {"fp8_recipe": name, "fp8_weight_tile": tile or None} if tile else {"fp8_recipe": name}
+    config = make("llama", **BLOCKWISE | PRIMARY | values).replace(world_size=world, data_parallel_size=world)
+    with fake_parallel(config) as parallel:
+        model = build_model(config, parallel, "cpu")
+        optimizer = build_optimizer(named_specs(model), config, parallel)
+        plan = plan_memory(config)
+    owners = [p.owner for p in model.parameters() if getattr(getattr(p, "owner", None), "primary", None)]
+    params = [p for p in model.parameters() if getattr(p, "owner", None) not in owners]
+    stored = [t for owner in owners for t in (*owner.primary.data.values(), *owner.primary.scale_inv.values())]
+    assert plan.weights == sum(t.nbytes for t in params + stored)
+    assert plan.main_grads == sum(flat.nbytes for flat in optimizer.grads.state.flats)
+    assert plan.masters == sum(flat.nbytes for flat in optimizer.masters.flats)
+    assert plan.moments == sum(f.nbytes for s in (optimizer.exp_avg, optimizer.exp_avg_sq) for f in s.flats)
+    assert 4 * plan.masters >= plan.main_grads * 4 // world
+    for owner in owners:
+        for gemm_name in ("fprop", "dgrad"):
+            owner.operand(gemm_name)
+    assert plan.fp8_copies == pytest.approx(sum(owner.nbytes for owner in owners), rel=0.01)  # scales are padded
 
 
 @pytest.mark.parametrize(

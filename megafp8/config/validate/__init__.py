@@ -41,6 +41,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     pipeline.pipeline,
     pipeline.context_parallel,
     training.batch,
+    training.rampup,
     training.length,
     training.recompute,
     training.checkpoints,

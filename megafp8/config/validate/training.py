@@ -48,6 +48,29 @@ def batch(c: Config) -> str | None:
     return None
 
 
+def rampup(c: Config) -> str | None:
+    """The ramp must meet the batch in whole increments, and every size must be dealt out evenly."""
+    t = c.train
+    if t.rampup_batch_size is None:
+        return None
+    start, increment, samples = t.rampup_batch_size
+    shown = f"--rampup-batch-size {start} {increment} {samples}"
+    micro = t.micro_batch_size * c.parallel.data_parallel_size
+    if min(start, increment, samples) < 1:
+        return f"{shown}: give three numbers of 1 or more"
+    if start > t.global_batch_size or (t.global_batch_size - start) % increment:
+        return (
+            f"{shown}: {start} plus increments of {increment} never is --global-batch-size {t.global_batch_size}; "
+            "change one of them"
+        )
+    if start % micro or increment % micro:
+        return (
+            f"{shown}: a size is not divisible by --micro-batch-size {t.micro_batch_size} x "
+            f"{c.parallel.data_parallel_size} data-parallel rank(s); make both multiples of {micro}"
+        )
+    return None
+
+
 def length(c: Config) -> str | None:
     t = c.train
     if t.train_iters is not None and t.train_samples is not None:
