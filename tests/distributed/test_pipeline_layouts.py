@@ -119,6 +119,10 @@ VARIANTS = {
     "full recompute, blockwise": (RECIPES["blockwise"] | FULL, Layout(pp=2, schedule="zero-bubble")),
     "full recompute, delayed": (RECIPES["delayed"] | FULL, Layout(pp=2, chunks=2)),
     "selective recompute, blockwise": (RECIPES["blockwise"] | SELECTIVE, Layout(pp=2, schedule="zero-bubble")),
+    "FP8 primary weights": (
+        RECIPES["tensorwise"] | {"fp8_param_gather": True, "use_distributed_optimizer": True},
+        Layout(pp=2, chunks=2, schedule="zero-bubble"),
+    ),
     "dropout": (DEEP | {"hidden_dropout": 0.2, "attention_dropout": 0.1}, Layout(pp=2, chunks=2)),
     "first stage small": (DEEP | {"decoder_first_pipeline_num_layers": 1}, Layout(pp=2)),
     "ends count": (

@@ -110,7 +110,10 @@ class Executor:
         if torch.is_grad_enabled():
             self._held[chunk, number] = _Held(hidden, get_gradient_edge(output))
         if stage < self.schedule.stages - 1:
-            self.links.send(Message(True, stage, number), output.detach())
+            # Without backwards nothing holds the first stages back. A round's messages: no rank waits for one that
+            # its receiver, still in the round before, could not take.
+            at_most = None if torch.is_grad_enabled() else self.schedule.stages
+            self.links.send(Message(True, stage, number), output.detach(), at_most)
 
     def _backward(self, action: Action) -> None:
         held = self._held.pop((action.chunk, action.microbatch))

@@ -52,13 +52,15 @@ class Links:
     groups: dict[tuple[bool, bool], ProcessGroup] = field(default_factory=dict)
     _sent: list[tuple[Work, Tensor, Message]] = field(default_factory=list)
 
-    def send(self, message: Message, x: Tensor) -> None:
-        """Starts sending; `x` must not be written to."""
+    def send(self, message: Message, x: Tensor, at_most: int | None = None) -> None:
+        """Starts sending; `x` must not be written to. at_most: waits while more messages than that are on their way."""
         peer, group = self._peer(message, sending=True)
         x = x.contiguous()
         work = _guarded(lambda: dist.isend(x, peer, group=group, tag=self._tag(message)), message, peer, "can't send")
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
         self._sent.append((work, x, message))
+        if at_most is not None:
+            self._wait_until(at_most)
 
     def post_receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         """Starts receiving; returns a function that waits and gives the tensor."""
@@ -74,9 +76,13 @@ class Links:
 
     def finish(self) -> None:
         """Waits until everything sent has been taken."""
-        for work, _, message in self._sent:
+        self._wait_until(0)
+
+    def _wait_until(self, left: int) -> None:
+        """Waits for the oldest sends until so many are left."""
+        while len(self._sent) > left:
+            work, _, message = self._sent.pop(0)
             _guarded(work.wait, message, self._peer(message, sending=True)[0], "can't send")
-        self._sent = []
 
     def _tag(self, message: Message) -> int:
         return message.tag(self.microbatches)

@@ -23,8 +23,10 @@ class Mailbox:
         self.sent: dict[Message, torch.Tensor] = {}
         self.posted: list[Message] = []
 
-    def send(self, message, x):
+    def send(self, message, x, at_most=None):
         assert message not in self.sent
+        assert at_most in (None, 4), "a round's messages of two ranks with two chunks"
+        self.bounded = at_most is not None
         self.sent[message] = x
 
     def post_receive(self, message, shape, dtype, device):
@@ -92,6 +94,7 @@ def test_evaluation_keeps_no_graph():
     with torch.no_grad():
         executor.run(lambda chunk, m, hidden: weight + (0 if hidden is None else hidden))
     assert not any(x.requires_grad for x in executor.links.sent.values())
+    assert executor.links.bounded
     assert [str(a) for a in executor.ran] == ["F0", "F1", "F0.1", "F1.1", "F2", "F2.1"]
 
 
