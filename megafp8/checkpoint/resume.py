@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ OPTIMIZER, RNG = "optimizer/", "rng/"
 FP8 = "fp8_scaling/"
 OPTIONAL = (FP8, RNG)
 """State that may be in a checkpoint or in the run alone: FP8's histories, and random states of other ranks."""
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Found:
@@ -51,7 +48,6 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> Found | None:
     if step is None:
         step = latest_iteration(load)
         if step is None:
-            log.warning("--load %s holds no checkpoint: starting a new run", load)
             return None
     directory = checkpoint_path(load, step)
     if directory is None:

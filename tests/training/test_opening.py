@@ -26,8 +26,11 @@ def test_a_run_says_what_it_is_and_when_nothing_is_left(corpus, tmp_path, capsys
     assert "fp8 blockwise: input e4m3 1x128" in text
     assert "one process on the CPU" in text
     assert "nothing left" not in text
+    assert f"--load {tmp_path / 'c'} holds no checkpoint: a new run starts" in text
     assert run(*command) == 0
-    assert "all 2 iterations are done: nothing left to train" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "all 2 iterations are done: nothing left to train" in text
+    assert "a new run starts" not in text
 
 
 def test_fp8_off_is_said(corpus, capsys):
