@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megafp8.kernels import testing
 from torch import Tensor
+
+from tests.kernels import testing
 
 DEVICE = testing.test_device()
 INTERPRETING = testing.interpreting()

@@ -5,7 +5,7 @@ Gluon kernels compile for Hopper only (wgmma), the plain Triton twin for Hopper 
 
 import pytest
 import torch
-from megafp8.kernels import gemm_launch, gemm_regroup, testing
+from megafp8.kernels import gemm_launch, gemm_regroup
 from megafp8.kernels.gemm_hopper_problem import (
     BLOCK_1D1D,
     BLOCK_1D2D,
@@ -18,6 +18,8 @@ from megafp8.kernels.gemm_launch import LARGE, SMALL, Problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
+
+from tests.kernels import testing
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 BLACKWELL = GPUTarget("cuda", 100, 32)

@@ -3,9 +3,10 @@ written 16 bytes at a time, shared memory fits."""
 
 import pytest
 import torch
-from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize, testing
+from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
 
 from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+from tests.kernels import testing
 
 BLOCKWISE = OperandSpec(E4M3, Tile("1d", 128), Scale.POW2)
 BLOCKWISE_FP32 = OperandSpec(E5M2, Tile("1d", 128), Scale.FP32)

@@ -8,10 +8,11 @@ import re
 
 import pytest
 import torch
-from megafp8.kernels import quantize, testing
+from megafp8.kernels import quantize
 
 from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
+from tests.kernels import testing
 
 pytestmark = pytest.mark.skipif(not EMULATING, reason="tests/gpu runs these on the GPU that is here")
 

@@ -3,8 +3,9 @@
 import bench_gemm
 import pytest
 import torch
-from megafp8.kernels import testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels import testing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

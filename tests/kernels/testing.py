@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from .ptx_emulator import FIRST_ADDRESS, Program
+from tests.kernels.ptx_emulator import FIRST_ADDRESS, Program
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes one program may use on Hopper
