@@ -17,7 +17,7 @@ import pretrain_gpt
 from megafp8.optimizer import Optimizer
 from megafp8.training.run_log import read_metrics
 from megafp8.training.trainer import Trainer
-from tests.training.runs import flags, write_corpus
+from tests.training.runs import RECIPES, flags, write_corpus
 
 TP_DP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,36 @@ def test_run_equals_that_of_one_process(pool, corpus, tmp_path):
         for key in ("lm_loss", "grad_norm"):
             assert near(lines(log_dir, key), lines(one, key)[3:]), (name, key)
         assert near(lines(log_dir, "valid_loss")[-1:], lines(one, "valid_loss")[-1:])
+
+
+ZERO = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def test_sharded_optimizer_saves_and_resumes_at_other_sizes(pool, corpus, tmp_path):
+    """Losses, norms and evaluations are one process's; shards of four ranks go on on two and on one."""
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert start(pool, 1, corpus, one) == [0]
+    half = ("--exit-interval", "3", "--save", str(tmp_path / "saved"))
+    assert start(pool, 4, corpus, four, *ZERO, *half) == [0] * 4
+    for key in ("lm_loss", "grad_norm", "valid_loss"):
+        assert near(lines(four, key), lines(one, key)[: len(lines(four, key))]), key
+    for name, world, options in (("two", 2, ZERO), ("plain", 2, TP_DP), ("again", 1, ())):
+        log_dir = tmp_path / name
+        assert start(pool, world, corpus, log_dir, *options, "--load", str(tmp_path / "saved")) == [0] * world
+        for key in ("lm_loss", "grad_norm"):
+            assert near(lines(log_dir, key), lines(one, key)[3:]), (name, key)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+def test_fp8_primary_weights_change_no_bit_of_a_run(pool, corpus, tmp_path, recipe):
+    """CASES 04, 76: on = off, with evaluations, and stopped, saved and resumed in between."""
+    fp8 = (*RECIPES[recipe], *ZERO)
+    assert start(pool, 2, corpus, tmp_path / "off", *fp8) == [0, 0]
+    on = (*fp8, "--fp8-param-gather", "--save", str(tmp_path / "saved"))
+    assert start(pool, 2, corpus, tmp_path / "on", *on, "--exit-interval", "3") == [0, 0]
+    assert start(pool, 2, corpus, tmp_path / "on", *on, "--load", str(tmp_path / "saved")) == [0, 0]
+    for key in ("lm_loss", "grad_norm", "valid_loss"):
+        assert lines(tmp_path / "on", key) == lines(tmp_path / "off", key), key
 
 
 def run_with_signal(argv: list[str]) -> int:

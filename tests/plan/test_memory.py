@@ -1,13 +1,17 @@
 """Memory formulas against what the built parts hold."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from megafp8.core.gpt import GPTModel, build_model
+from megafp8.fp8 import get_recipe
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, fake_parallel
 from megafp8.params import named_specs
 from megafp8.plan.activations import by_module
+from megafp8.plan.layer_activations import quantized_bytes
 from megafp8.plan.memory import plan_memory
 from megafp8.step import StepContext
 from tests.plan import variants
@@ -180,3 +184,31 @@ def test_total_is_the_sum(make):
     parts = plan.weights + plan.main_grads + plan.masters + plan.moments + plan.fp8_copies
     assert plan.static == parts
     assert plan.total == parts + sum(a.bytes for a in plan.activations) + plan.extra.bytes
+
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "optimizer.md"
+
+
+def rows_of_the_table() -> dict[str, list[str]]:
+    rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows if row[0] != "weights"}
+
+
+@pytest.mark.parametrize("label", rows_of_the_table())
+def test_table_of_bytes_a_parameter_follows_the_formulas(label):
+    """docs/optimizer.md, for a weight of 4096 x 4096."""
+    weight, copies, gradient, _, *sums = rows_of_the_table()[label]
+    name, _, rest = label.partition(" ")
+    expected = (2.0, 0.0)
+    if name != "BF16":
+        name, tile = name.strip(","), {"32x32,": "2d", "1x32,": "1d"}.get(rest.split()[0])
+        recipe = get_recipe(name, weight_tile=tile)
+        row, col = (
+            quantized_bytes(recipe, "weight", (4096, 4096), orientation) / 4096**2
+            for orientation in ("rowwise", "colwise")
+        )
+        held = row + col if tile == "1d" else row
+        expected = (2.0, row + col) if rest.endswith("BF16 weight") else (held, col)
+    assert [float(weight), float(copies)] == pytest.approx(expected, abs=6e-4)
+    for shards, total in zip((1, 8), sums, strict=True):
+        assert float(total) == pytest.approx(sum(expected) + float(gradient) + 12 / shards, abs=6e-4)
