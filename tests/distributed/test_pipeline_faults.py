@@ -110,7 +110,9 @@ def deferred_gradients_run_twice(stack):
 
 
 def hidden_states_in_another_order(stack):
-    patch(stack, Links, "send", lambda original: lambda self, message, x: original(self, message, x.flip(0)))
+    patch(
+        stack, Links, "send", lambda original: lambda self, message, x, *more: original(self, message, x.flip(0), *more)
+    )
 
 
 def tied_gradients_not_summed(stack):

@@ -245,9 +245,9 @@ def watched(values, layout):
     sent, derived = [], []
     send, derive = Links.send, Weight._derive
 
-    def note_send(self, message, x):
+    def note_send(self, message, x, *more):
         sent.append((str(message), x.dtype, tuple(x.shape)))
-        return send(self, message, x)
+        return send(self, message, x, *more)
 
     def note_derive(self, *args):
         derived.append(id(self))
