@@ -109,7 +109,7 @@ def e8m0_from_amax(amax: Tensor) -> Tensor:
     The smallest power of two >= `amax / 448`: rounded up, so that nothing saturates. 0 and all up to 2^-127
     give code 0.
     """
-    value = amax * torch.tensor(_RECIPROCAL_448, dtype=torch.float32, device=amax.device)
+    value = amax * torch.full((), _RECIPROCAL_448, dtype=torch.float32, device=amax.device)
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> _MANTISSA_BITS, bits & ((1 << _MANTISSA_BITS) - 1)
     threshold = torch.where(exponent == 0, _HALF_MANTISSA, 0)  # a subnormal 2^-127 still has code 0

@@ -2,8 +2,9 @@
 
 from megafp8.optimizer.buffers import GradBuffers
 from megafp8.optimizer.layout import Group
-from megafp8.optimizer.optimizer import AdamWOptions, Optimizer, Sharding, StepStats, build_optimizer
+from megafp8.optimizer.optimizer import AdamWOptions, Optimizer, StepStats, build_optimizer
 from megafp8.optimizer.schedule import Schedule, build_schedule, resume_schedule, schedule_to_json
+from megafp8.optimizer.sharding import Sharding
 from megafp8.optimizer.weights import ModelWeights
 
 __all__ = [

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from megafp8.config import Config
 from megafp8.fp8.param import Weight
 from megafp8.optimizer.adamw import adamw_, step_scalars
-from megafp8.optimizer.buffers import GradBuffers, Reduction, entry_of, launch_order
-from megafp8.optimizer.layout import BUCKET_ELEMENTS, Bucket, BufferLayout, Entry, Group, Shard, plan_layouts
+from megafp8.optimizer.buffers import GradBuffers, entry_of, launch_order
+from megafp8.optimizer.layout import Bucket, BufferLayout, Entry, Group, Shard
 from megafp8.optimizer.norm import Measure, clip_coefficient
 from megafp8.optimizer.primary import FlatPrimary
+from megafp8.optimizer.sharding import REPLICATED, Sharding
 from megafp8.optimizer.shards import ShardState
 from megafp8.optimizer.stages import StageNames
 from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish
@@ -57,45 +58,6 @@ class AdamWOptions:
     clip_grad: float = 1.0
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """What data-parallel ranks share, and how they exchange it.
-
-    distributed: each holds a shard of masters and moments. overlap_reduce: gradients are reduced during backward.
-    reduce_in_bf16: they travel rounded to BF16. bucket_elements: see `plan_layouts`, where something overlaps.
-    overlap_gather: weights are to be gathered during the next forward, see `Optimizer.wait_before_use`.
-    fp8_primary: trained weights of FP8 linears are held in FP8 only; frozen ones, without a master, stay as they are.
-    """
-
-    distributed: bool = False
-    overlap_reduce: bool = False
-    overlap_gather: bool = False
-    reduce_in_bf16: bool = False
-    fp8_primary: bool = False
-    bucket_elements: int = BUCKET_ELEMENTS
-
-    @staticmethod
-    def of(config: Config) -> Sharding:
-        return Sharding(
-            distributed=config.optimizer.use_distributed_optimizer,
-            overlap_reduce=config.parallel.overlap_grad_reduce,
-            overlap_gather=config.parallel.overlap_param_gather,
-            reduce_in_bf16=config.parallel.grad_reduce_in_bf16,
-            fp8_primary=config.fp8.fp8_param_gather,
-        )
-
-    def plan(self, entries: Iterable[Entry], parallel: ParallelContext) -> tuple[BufferLayout, ...]:
-        return plan_layouts(
-            entries,
-            shards=parallel.dp_cp.size if self.distributed else 1,
-            expert_shards=parallel.edp.size if self.distributed else 1,
-            bucket_elements=self.bucket_elements if self.overlap_reduce or self.overlap_gather else None,
-        )
-
-    def reduction(self, parallel: ParallelContext) -> Reduction:
-        return Reduction(parallel.dp_cp, parallel.edp, self.overlap_reduce, self.reduce_in_bf16)
-
-
 class Optimizer:
     """Owns masters, moments, gradient buffers and the step count. Made by `build_optimizer`."""
 
@@ -107,7 +69,7 @@ class Optimizer:
         seed: int,
         decoupled: frozenset[str] = frozenset(),
         parallel: ParallelContext | None = None,
-        sharding: Sharding = Sharding(),
+        sharding: Sharding = REPLICATED,
         scaling: ScalingHistory | None = None,
     ):
         """params: in the order in which the model uses them, where gradients are to be reduced during backward.

@@ -63,6 +63,15 @@ class FlatPrimary:
             }
             param.owner.hold_fp8_only(PrimaryBytes(self.quantizer, data))
 
+        self._cut = self._cut_weights(device)
+
+    def _cut_weights(self, device: torch.device) -> tuple[Tensor, Axis] | None:
+        """Which weights have other parts on other ranks, and those ranks. On the device: no step may wait for it."""
+        cut = [i for i, weight in enumerate(self.weights.values()) if weight.shared.size > 1]
+        if self.quantizer.spec.tile.kind != "tensor" or not cut:
+            return None
+        return torch.tensor(cut, device=device), list(self.weights.values())[cut[0]].shared
+
     @torch.no_grad()
     def write(self, masters: Tensor) -> None:
         """Quantizes this rank's shards of the masters (flat) into the buffer, with the whole weights' scales."""
@@ -116,12 +125,9 @@ class FlatPrimary:
 
     def _share(self, packed: Tensor) -> None:
         """Under tensor tiles: the maximum over the ranks that hold the weights' other parts."""
-        weights = list(self.weights.values())
-        cut = [weight.shared.size > 1 for weight in weights]
-        if self.quantizer.spec.tile.kind != "tensor" or not any(cut):
-            return
-        shared = packed[torch.tensor(cut, device=packed.device)]
-        packed[torch.tensor(cut, device=packed.device)] = weights[cut.index(True)].shared.max_(shared)
+        if self._cut is not None:
+            index, shared = self._cut
+            packed[index] = shared.max_(packed[index])
 
     def _pieces(self, masters: Tensor) -> Iterator[tuple[Piece, Tensor, int]]:
         """(piece, its values rounded to the compute dtype, its offset in the buffer)."""

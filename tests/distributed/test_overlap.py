@@ -30,7 +30,7 @@ def same(a, b) -> None:
 
 
 def use_small_buckets(stack: ExitStack) -> None:
-    stack.enter_context(mock.patch.object(Sharding.__init__, "__defaults__", (False, False, False, False, 3000)))
+    stack.enter_context(mock.patch.object(Sharding.__init__, "__defaults__", (*[False] * 5, 3000)))
 
 
 SMALL_BUCKETS = {"fault": use_small_buckets}
