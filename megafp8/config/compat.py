@@ -221,17 +221,18 @@ def check(config: Config, foreign: Sequence[tuple[str, tuple[str, ...]]]) -> lis
         foreign: flags without a field, as given, each with its values.
 
     Raises:
-        ValueError: a flag is refused, or belongs to a feature that is still to come (all such flags in one line).
+        ValueError: flags are refused, or belong to features that are still to come (all such flags in one line).
     """
     table = {entry.flag: entry for entry in FOREIGN}
     notes: list[str] = []
+    refusals: list[str] = []
     missing: dict[str, list[str]] = {}
     for flag, values in foreign:
         entry, shown = table[flag], " ".join((flag, *values))
         if entry.is_harmless(values, config.parallel.world_size):
             notes.append(f"{shown}: accepted without effect ({_why(entry)})")
         elif entry.kind == "refused":
-            raise ValueError(f"{shown}: {entry.text}")
+            refusals.append(f"{shown}: {entry.text}")
         else:
             missing.setdefault(entry.text, []).append(shown)
     for field in NOT_YET_FIELDS:
@@ -242,6 +243,8 @@ def check(config: Config, foreign: Sequence[tuple[str, tuple[str, ...]]]) -> lis
             missing.setdefault(field.feature, []).append(_shown(field.name, value))
         elif field.needs_ranks and value:
             notes.append(f"{flag_of(field.name)}: accepted without effect (one process)")
+    if refusals:
+        raise ValueError("; ".join(refusals))
     if missing:
         features = "; ".join(f"{feature} ({' '.join(flags)})" for feature, flags in missing.items())
         raise ValueError(f"not yet in megafp8: {features}; leave these out")

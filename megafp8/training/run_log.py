@@ -13,6 +13,7 @@ import io
 import json
 import math
 import sys
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,6 +59,7 @@ class RunLog:
         self._show_throughput = show_throughput
         self._out = out = out or sys.stdout
         self._jsonl = self._tensorboard = self._bar = None
+        self._redirect = ExitStack()
         if not writes:
             return
         if log_dir is not None:
@@ -69,7 +71,9 @@ class RunLog:
             self._tensorboard = SummaryWriter(str(tensorboard_dir))
         if progress if progress is not None else out.isatty():
             from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
+            self._redirect.enter_context(logging_redirect_tqdm())  # warnings go above the bar, not into it
             self._bar = tqdm(
                 total=total_iterations, initial=first_iteration, unit="it", file=out, dynamic_ncols=True, leave=False
             )
@@ -125,6 +129,7 @@ class RunLog:
             if resource is not None:
                 resource.close()
         self._bar = self._jsonl = self._tensorboard = None
+        self._redirect.close()
 
 
 def _open_to_append(path: Path) -> TextIO:

@@ -55,6 +55,13 @@ def test_accepted_flags_change_nothing_and_leave_one_log_line(parse, flag):
     assert "without effect" in with_flag.notes[0]
 
 
+def test_all_refused_flags_are_told_at_once(parse):
+    """Nobody wants to start a long script ten times to learn which ten flags to drop."""
+    with pytest.raises(ValueError, match="--fp16: .*; --batch-size 4: ") as error:
+        parse("--fp16 --batch-size 4")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("flag", [f for f in FLAGS if compat.verdict(f) == "refused"])
 def test_refused_flags_say_why_and_the_mend(parse, flag):
     with pytest.raises(ValueError) as error:

@@ -2,7 +2,9 @@
 
 import io
 import json
+import logging
 import math
+import sys
 
 import pytest
 
@@ -126,3 +128,23 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     events = event_accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [e.value for e in events.Scalars("lm loss")] == [2.5, 2.25]
     assert events.Scalars("validation/books/valid_loss")[0].value == 1.0
+
+
+def test_bar_moves_each_iteration_and_lines_stand_above_it(tmp_path, monkeypatch):
+    """Also the lines of `logging`, which go to another stream of the same terminal."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    log = open_log(None, out=terminal, progress=True)
+    log._bar.mininterval = log._bar.miniters = 0
+    log.advance(3)
+    logging.getLogger("megafp8").warning("look out")
+    log.note("a note")
+    log.training([line(3)])
+    log.close()
+    assert "3/10 [" in terminal.getvalue()
+    shown = [text.split("\r")[-1] for text in terminal.getvalue().split("\n")]
+    assert {"look out", "a note"} <= set(shown)
+    assert logging.getLogger().handlers == [handler]
