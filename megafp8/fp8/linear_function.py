@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
@@ -93,6 +94,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # a gradient of the gradient would silently lack this linear
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         args = ctx.args
         weight, *kept = ctx.saved_tensors

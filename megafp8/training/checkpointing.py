@@ -6,6 +6,8 @@ FP8 copy of an older weight can survive.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megafp8.checkpoint import (
@@ -111,6 +113,33 @@ def find_to_resume(config: Config) -> Found | None:
 
 def resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Schedule, list[str]]:
     """Loads `found`; returns where the run goes on, the schedule it follows, and lines that say what changed."""
+    with _reading(found):
+        return _resume(parts, state, found)
+
+
+@contextmanager
+def _reading(found: Found) -> Iterator[None]:
+    """Makes one line of a run.json that is whole but lacks what a run writes there, or has it in another form."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{found.directory} was not written by a run of this version of megafp8 (run.json or a tensor: "
+            f"{type(error).__name__} {error}); give another checkpoint, or --finetune for its weights alone"
+        ) from error
+
+
+def check_data_left(parts: Parts, progress: Progress) -> None:
+    """Raises ValueError when the training data ends before the place where the run goes on."""
+    samples = len(parts.datasets.train)
+    if progress.consumed_samples > samples:
+        raise ValueError(
+            f"--load {parts.config.checkpoint.load}: {progress.consumed_samples} samples were consumed but the data "
+            f"has {samples}; resume with the data, --seq-length, --global-batch-size and --train-iters the run had, or more"
+        )
+
+
+def _resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Schedule, list[str]]:
     state.load(found)
     checkpoint, optimizer = parts.config.checkpoint, parts.config.optimizer
     if checkpoint.finetune:

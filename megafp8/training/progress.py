@@ -34,7 +34,10 @@ class Progress:
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> Progress:
-        return Progress(**{field.name: int(saved[field.name]) for field in fields(Progress)})
+        values = {field.name: saved[field.name] for field in fields(Progress)}
+        if any(type(value) is not int or value < 0 for value in values.values()):
+            raise TypeError(f"counters {values}")
+        return Progress(**values)
 
 
 @dataclass(frozen=True)

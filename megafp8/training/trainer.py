@@ -15,7 +15,7 @@ from megafp8.data import Batch, build_loader
 from megafp8.plan.flops import training_flops_per_token
 from megafp8.training.agreement import Agreement
 from megafp8.training.build import Parts
-from megafp8.training.checkpointing import RunState, find_to_resume, resume
+from megafp8.training.checkpointing import RunState, check_data_left, find_to_resume, resume
 from megafp8.training.opening import opening_lines
 from megafp8.training.progress import IterationRecord, Progress, read_records
 from megafp8.training.run_log import RunLog
@@ -41,6 +41,8 @@ class Trainer:
         self._save_failed = False
         notes = self._resume()
         self.total_iterations = self._total_iterations()
+        if self.progress.iteration < self.total_iterations and not self.config.train.skip_train:
+            check_data_left(parts, self.progress)
         self.log = self._open_log()
         if parts.parallel.is_first:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):

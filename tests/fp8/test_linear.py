@@ -495,3 +495,12 @@ def test_a_new_scale_makes_new_weight_bytes():
 def test_delayed_without_a_history_says_what_to_do():
     with pytest.raises(ValueError, match="DelayedScaling.of"):
         make("delayed")(data()[0])
+
+
+def test_a_second_derivative_is_refused():
+    """Quantization has none: a gradient penalty must not silently miss this linear."""
+    layer = Linear(32, 16, True, recipe=get_recipe("blockwise"))
+    x = torch.randn(4, 32, requires_grad=True, dtype=layer.weight.dtype)
+    (grad,) = torch.autograd.grad(layer(x).float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (grad.float().pow(2).sum() + x.sum()).backward()

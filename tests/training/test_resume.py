@@ -1,8 +1,12 @@
 """Stop and resume = no stop, bit for bit: metrics, weights, moments, histories and random states (CASES 15, 16, 60)."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
+from megafp8.checkpoint import find_checkpoint
 from tests.training.runs import RECIPES, flags, metrics, run, run_in_new_process, tensors, write_corpus
 
 LAST = "iter_0000020"
@@ -77,3 +81,54 @@ def test_changed_arguments_are_printed(corpus, tmp_path, capsys):
     assert run(*command(corpus, tmp_path, "fp32", "--exit-interval", "4", "--clip-grad", "0.5")) == 0
     out = capsys.readouterr().out
     assert "changed since the checkpoint: --clip-grad: 1.0 -> 0.5" in out
+
+
+WRONG = {
+    "no progress": lambda run: run.pop("progress"),
+    "progress is text": lambda run: run.update(progress="x"),
+    "negative counter": lambda run: run["progress"].update(iteration=-3),
+    "no schedule": lambda run: run.pop("schedule"),
+    "schedule is a list": lambda run: run.update(schedule=[1]),
+    "empty schedule": lambda run: run["schedule"].clear(),
+    "no arguments": lambda run: run.pop("args"),
+    "arguments are a number": lambda run: run.update(args=3),
+    "tokenizer is a number": lambda run: run.update(tokenizer=3),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(corpus, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("saved")
+    assert run(*flags(corpus, "--save", directory, "--exit-interval", "2", "--eval-iters", "0")) == 0
+    return directory
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_whole_run_file_of_another_kind(corpus, saved, capsys, monkeypatch, case):
+    """What passes all checksums may still come from elsewhere: one line, no traceback."""
+
+    def other(load, step=None):
+        found = find_checkpoint(load, step)
+        metadata = copy.deepcopy(dict(found.metadata))
+        WRONG[case](metadata)
+        return dataclasses.replace(found, metadata=metadata)
+
+    monkeypatch.setattr("megafp8.training.checkpointing.find_checkpoint", other)
+    assert run(*flags(corpus, "--load", saved)) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("error: ") == 1
+    assert str(saved) in captured.err
+    assert "] iteration" not in captured.out
+
+
+def test_data_that_ends_before_the_resume(corpus, saved, capsys, monkeypatch):
+    """Before training starts, like every other mistake."""
+
+    def far(load, step=None):
+        found = find_checkpoint(load, step)
+        progress = found.metadata["progress"] | {"consumed_samples": 10**6}
+        return dataclasses.replace(found, metadata=found.metadata | {"progress": progress})
+
+    monkeypatch.setattr("megafp8.training.checkpointing.find_checkpoint", far)
+    assert run(*flags(corpus, "--load", saved)) == 2
+    assert "1000000 samples were consumed but the data has" in capsys.readouterr().err
