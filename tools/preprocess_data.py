@@ -84,6 +84,8 @@ def main(argv: list[str]) -> None:
         skipped = f", {summary.empty} empty ones skipped" if summary.empty else ""
         print(f"{summary.prefix}.bin/.idx: {summary.documents} documents, {summary.tokens} tokens "
               f"({summary.dtype}){skipped}")
+        if summary.documents == 1 and args.split_text == "file":
+            print("note: one document in all; --split-text lines or blank-lines cuts plain text that holds many")
 
 
 if __name__ == "__main__":

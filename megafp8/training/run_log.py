@@ -35,6 +35,8 @@ TENSORBOARD_TAGS = {
     "max_memory_gib": "max-memory-gib",
     "skipped": "skipped",
     "nan": "nan",
+    "valid_loss": "lm loss validation",
+    "valid_ppl": "lm loss validation ppl",
 }
 
 
@@ -106,7 +108,7 @@ class RunLog:
         """Writes one validation result: `iteration`, `valid_loss`, `valid_ppl`, and `dataset` where it has a name."""
         if not self.writes:
             return
-        self._write(line | ({"dataset": name} if name else {}), prefix=f"validation/{name}/" if name else "validation/")
+        self._write(line | ({"dataset": name} if name else {}), prefix=f"{name}/" if name else "")
         label = f" ({name})" if name else ""
         self.note(
             f" validation loss at iteration {line['iteration']}{label} | lm loss value: {line['valid_loss']:.6E} | "

@@ -109,6 +109,17 @@ def test_shakespeare_by_speeches(tmp_path):
     assert speeches == re.split(rb"\n\n+", SHAKESPEARE.read_bytes().strip())
 
 
+def test_one_document_in_all_is_pointed_out(tmp_path, capsys):
+    """A file with a document a line, read as one document, would train without any borders."""
+    text = tmp_path / "a.txt"
+    text.write_text("one\ntwo\n")
+    bytes_of = ("--input", text, "--tokenizer-type", "ByteTokenizer")
+    preprocess(tmp_path, *bytes_of)
+    assert "--split-text lines or blank-lines" in capsys.readouterr().out
+    preprocess(tmp_path, *bytes_of, "--split-text", "lines")
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_same_as_megatrons_builder(tmp_path):
     """The files are what megatron-core's builder writes for the same ids."""
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")

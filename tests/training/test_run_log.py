@@ -123,11 +123,13 @@ def test_tensorboard_has_megatrons_tags(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = open_log(tmp_path, tensorboard_dir=tmp_path / "tb")
     log.training([line(1, 2.5), line(2, 2.25)])
+    log.validation("", {"iteration": 2, "valid_loss": 1.5, "valid_ppl": 4.5})
     log.validation("books", {"iteration": 2, "valid_loss": 1.0, "valid_ppl": 2.7})
     log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tb")).Reload()
     assert [e.value for e in events.Scalars("lm loss")] == [2.5, 2.25]
-    assert events.Scalars("validation/books/valid_loss")[0].value == 1.0
+    assert events.Scalars("lm loss validation")[0].value == 1.5
+    assert events.Scalars("books/lm loss validation")[0].value == 1.0
 
 
 def test_bar_moves_each_iteration_and_lines_stand_above_it(tmp_path, monkeypatch):
