@@ -199,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--labels: {len(labels)} names for {len(args.runs)} runs; give one a run")
         if args.window is not None and args.window < 1:
             raise ValueError(f"--window {args.window}: give 1 (no smoothing) or more")
+        if args.max_gap is not None and not args.max_gap >= 0:
+            raise ValueError(f"--max-gap {args.max_gap}: give 0 or more")
         runs = [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)]
     except ValueError as error:
         print(f"compare_runs.py: error: {error}", file=sys.stderr)
@@ -209,7 +211,11 @@ def main(argv: list[str] | None = None) -> int:
     for note in filter(None, (unlike_base(run, runs[0]) for run in runs[1:])):
         print(f"note: not the same conditions: {note}")
     if args.output:
-        draw(runs, window, args.output)
+        try:
+            draw(runs, window, args.output)
+        except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
+            print(f"compare_runs.py: error: --output {args.output}: {error}", file=sys.stderr)
+            return 2
         print(f"picture: {args.output}")
     if args.max_gap is not None:
         # `<=` is false for a NaN gap (nothing in common, or a diverged run), which fails too.

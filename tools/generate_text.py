@@ -32,8 +32,10 @@ def check(args: argparse.Namespace) -> None:
     """Raises ValueError for a value that can't be used."""
     if args.num_tokens < 1:
         raise ValueError(f"--num-tokens {args.num_tokens}: give 1 or more")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}: give 0 (greedy) or more")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed {args.seed}: give 0 or more, below 2^63")
     if args.top_k < 0:
         raise ValueError(f"--top-k {args.top_k}: give 0 (off) or more")
     if not 0 < args.top_p <= 1:

@@ -10,9 +10,17 @@ from megafp8.data.tokenizer import TOKENIZER_TYPES
 
 
 def run(main: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """Run a tool; a user's mistake (ValueError) gives one line and exit status 2."""
+    """Run a tool; a user's mistake (ValueError, or a file that can't be read or written) gives one line and exit
+    status 2."""
     try:
         main(sys.argv[1:] if argv is None else argv)
+    except EOFError as error:  # a compressed file that was cut short
+        print(f"error: --input: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        reason = error.strerror or str(error)  # gzip's errors have no number
+        print(f"error: {error.filename}: {reason}" if error.filename else f"error: {reason}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

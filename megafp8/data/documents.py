@@ -106,7 +106,7 @@ def texts_of(record: Record, keys: Sequence[str]) -> dict[str, str]:
             return dict.fromkeys(keys, "")
         try:
             content = json.loads(content)
-        except ValueError as error:  # broken JSON, or not UTF-8
+        except (ValueError, RecursionError) as error:  # broken JSON, or not UTF-8
             raise ValueError(f"{record.where}: not JSON ({error})") from None
         if not isinstance(content, dict):
             raise ValueError(f"{record.where}: a JSON object is expected, not {type(content).__name__}")

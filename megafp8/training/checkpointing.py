@@ -135,7 +135,8 @@ def check_data_left(parts: Parts, progress: Progress) -> None:
     if progress.consumed_samples > samples:
         raise ValueError(
             f"--load {parts.config.checkpoint.load}: {progress.consumed_samples} samples were consumed but the data "
-            f"has {samples}; resume with the data, --seq-length, --global-batch-size and --train-iters the run had, or more"
+            f"has {samples}; resume with the data, --seq-length, --global-batch-size and --train-iters the run had, "
+            "or more"
         )
 
 

@@ -103,3 +103,18 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys):
     for argv in ([str(tmp_path / "none")], [str(base), "--labels", "x", "y"], [str(base), "--window", "0"]):
         assert compare_runs.main(argv) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--output", "OUT/file/x.png"], "--output"),
+        (["--output", "OUT/x.xyz"], "--output"),
+        (["--max-gap", "nan"], "--max-gap"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, capsys, argv, word):
+    run = write_run(tmp_path / "a", {1: 4.0}, {})
+    (tmp_path / "file").write_text("")
+    assert compare_runs.main([str(run), str(run), *(a.replace("OUT", str(tmp_path)) for a in argv)]) == 2
+    assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {word}")

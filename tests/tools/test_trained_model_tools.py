@@ -96,6 +96,8 @@ def test_sampling_follows_the_probabilities():
         (["--load", "nowhere"], "--load"),
         (["--load", "RUN", "--ckpt-step", "5"], "--ckpt-step 5"),
         (["--load", "RUN", "--temperature", "-1"], "--temperature"),
+        (["--load", "RUN", "--temperature", "nan"], "--temperature"),
+        (["--load", "RUN", "--seed", "9" * 30], "--seed"),
         (["--load", "RUN", "--top-p", "0"], "--top-p"),
         (["--load", "RUN", "--num-tokens", "0"], "--num-tokens"),
     ],
