@@ -174,7 +174,9 @@ def table(runs: list[Run], gaps: list[Gap]) -> str:
     for run, gap in zip(runs, gaps, strict=True):
         tail = max(1, len(run.losses) // 4)
         valid = f"{run.valid_losses[-1]:10.4f}" if len(run.valid_losses) else f"{'-':>10}"
-        shown = f"{gap.train:+9.3%}  {gap.valid:+9.3%}  {gap.largest:11.3%}" if run is not runs[0] else f"{'(base)':>9}"
+        common = np.isin(run.valid_iterations, runs[0].valid_iterations).any()
+        last = f"{gap.valid:+9.3%}" if common else f"{'-':>9}"
+        shown = f"{'(base)':>9}" if run is runs[0] else f"{gap.train:+9.3%}  {last}  {gap.largest:11.3%}"
         lines.append(
             f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(run.losses[-tail:]):10.4f}  {valid}  {shown}"
         )

@@ -76,6 +76,12 @@ def test_other_conditions_than_the_base_are_named(tmp_path, capsys):
     ]
 
 
+def test_a_gap_without_common_points_is_a_dash(tmp_path, capsys):
+    base, other = write_run(tmp_path / "a", {1: 4.0}, {1: 2.0}), write_run(tmp_path / "b", {1: 4.4}, {})
+    assert compare_runs.main([str(base), str(other)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["b", "1", "4.4000", "-", "+10.000%", "-", "10.000%"]
+
+
 def test_labels_leave_out_what_paths_have_in_common():
     paths = [Path("runs/tour/bf16"), Path("runs/tour/fp8/a"), Path("runs/tour/fp8/b")]
     assert compare_runs.short_labels(paths) == ["bf16", "fp8/a", "fp8/b"]
