@@ -93,10 +93,16 @@ class DelayedScaling:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes `state()`'s tensors. From a checkpoint of another recipe, which has none, it starts afresh.
 
-        Raises ValueError for a history of another length.
+        Raises ValueError for a history of another length, or none of a tensor that is quantized now.
         """
         if _STEPS not in tensors:
             return
+        needed = [f"{PREFIX}{name}/{part}" for name in self._index for part in ("amax_history", "scale")]
+        if missing := [name for name in needed if name not in tensors]:
+            raise ValueError(
+                f"the checkpoint has no '{missing[0]}': the flags that say which linears run in FP8 "
+                "(--keep-modules-in-bf16, --first-last-layers-bf16) must be those of the checkpoint, or use --finetune"
+            )
         scales = self._scales.clone()
         for name, i in self._index.items():
             history = tensors[f"{PREFIX}{name}/amax_history"]

@@ -128,6 +128,19 @@ def test_cases_60_state_is_named_globally_and_is_only_delayeds():
     assert DelayedScaling.of(torch.nn.Sequential(Linear(8, 8, recipe=get_recipe("blockwise")))) is None
 
 
+@pytest.mark.parametrize("part", ["amax_history", "scale"])
+def test_a_tensor_without_a_history_is_refused(part):
+    """A linear that was in BF16 when the checkpoint was saved: no scale can be made up for it."""
+    layers = model()
+    scaling = DelayedScaling.of(layers)
+    run(layers, scaling, range(2))
+    tensors = {name: item.tensor for name, item in scaling.state().items()}
+    gone = next(name for name in tensors if name.endswith(part))
+    del tensors[gone]
+    with pytest.raises(ValueError, match=f"no '{gone}'.*--keep-modules-in-bf16"):
+        scaling.load_state(tensors)
+
+
 def test_history_of_another_length_is_refused():
     saved = {name: item.tensor for name, item in state(amax_history_len=4).state().items()}
     with pytest.raises(ValueError, match="--fp8-amax-history-len 5: .* has 4 steps"):
