@@ -100,7 +100,7 @@ def _cast(x: Tensor, scale: Tensor, spec: OperandSpec, orientation: str) -> Tens
     else:
         grid = scale if orientation == "rowwise" else scale.t()
         y = _tiles(x, _tile_shape(x, spec.tile, orientation)) * grid[:, None, :, None]
-        y = y.view(y.shape[0] * y.shape[1], -1)[: x.shape[0], : x.shape[1]]
+        y = y.reshape(y.shape[0] * y.shape[1], -1)[: x.shape[0], : x.shape[1]]
     # Casts differ by PyTorch version and format past the maximum (NaN, Inf or saturation), hence the clamp.
     return y.clamp_(-spec.format.fmax, spec.format.fmax).to(spec.format.dtype).contiguous()
 

@@ -174,6 +174,19 @@ def test_scale_is_capped_where_its_inverse_would_be_subnormal():
     assert scale.tolist() == [2.0**126, 2.0**126, 1.0]
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("shape", [(256, 33), (128, 128), (33, 256), (1, 128), (128, 1)])
+def test_cases_41_expanded_whole_tiles(recipe, shape):
+    """One row, or one column, seen many times: products of such tensors have strides of their own."""
+    torch.manual_seed(0)
+    for x in (torch.randn(1, shape[1]).expand(shape), torch.randn(shape[0], 1).expand(shape)):
+        for role in ("input", "weight"):
+            quantizer = get_recipe(recipe).quantizer(role)
+            ours, whole = (quantizer.quantize(y, colwise=True) for y in (x, x.contiguous()))
+            assert same(ours.rowwise, whole.rowwise)
+            assert same(ours.colwise, whole.colwise)
+
+
 @ALL_SPECS
 def test_cases_41_strides_do_not_matter(spec):
     """CASES 41: transposed, strided, offset and expanded inputs; the input is not modified."""
