@@ -28,7 +28,7 @@ MODEL=(
     --num-layers 4 --hidden-size 256 --ffn-hidden-size 768
     --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --seq-length 256 --max-position-embeddings 256
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
 )
 TRAINING=(

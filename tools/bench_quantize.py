@@ -73,17 +73,24 @@ def cases(M: int, K: int) -> Iterator[Case]:
     yield Case("tensorwise row, delayed scaling", 3, lambda i: q(xs[i % 3], TENSORWISE, scale=scale, amax_out=history))
     yield Case("tensorwise row+column, current scaling", 6, lambda i: q(xs[i % 3], GRADIENT, True, True))
     yield Case("tensorwise row+column, delayed scaling", 4, lambda i: q(xs[i % 3], GRADIENT, True, True, scale=scale))
-    yield Case("grouped row+column, 8 experts", 4,
-               lambda i: quantize_derive.quantize_grouped(xs[i % 3], offsets, BLOCKWISE, alignment=16))
+    yield Case(
+        "grouped row+column, 8 experts",
+        4,
+        lambda i: quantize_derive.quantize_grouped(xs[i % 3], offsets, BLOCKWISE, alignment=16),
+    )
     yield Case("column derived from row bytes", 2, lambda i: quantize_derive.derive_colwise(*rowwise, BLOCKWISE))
     yield Case("transposed bytes", 2, lambda i: quantize_derive.transpose(rowwise[0]))
     yield Case("RMSNorm row", 3, lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, BLOCKWISE))
-    yield Case("RMSNorm row+column", 4,
-               lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, BLOCKWISE, colwise=True))
+    yield Case(
+        "RMSNorm row+column", 4, lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, BLOCKWISE, colwise=True)
+    )
     yield Case("SwiGLU row", 5, lambda i: swiglu_quantize.swiglu_quantize(gated[i % 2], BLOCKWISE))
     yield Case("SwiGLU row+column", 6, lambda i: swiglu_quantize.swiglu_quantize(gated[i % 2], BLOCKWISE, colwise=True))
-    yield Case("SwiGLU gradient row+column, y column", 11,
-               lambda i: swiglu_quantize.swiglu_grad_quantize(xs[i % 3], gated[i % 2], BLOCKWISE, y_spec=BLOCKWISE))
+    yield Case(
+        "SwiGLU gradient row+column, y column",
+        11,
+        lambda i: swiglu_quantize.swiglu_grad_quantize(xs[i % 3], gated[i % 2], BLOCKWISE, y_spec=BLOCKWISE),
+    )
 
 
 def torch_blockwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,8 +148,14 @@ def bench(M: int, K: int, only: str, with_compile: bool) -> Iterator[dict]:
         if nbytes not in copies:
             copies[nbytes] = copy_microseconds(nbytes)
         time = microseconds(case.run)
-        result = {"kernel": case.name, "shape": [M, K], "us": time, "tb_per_s": nbytes / time / 1e6,
-                  "percent_of_copy": 100 * copies[nbytes] / time, "compiled_us": None}
+        result = {
+            "kernel": case.name,
+            "shape": [M, K],
+            "us": time,
+            "tb_per_s": nbytes / time / 1e6,
+            "percent_of_copy": 100 * copies[nbytes] / time,
+            "compiled_us": None,
+        }
         if case.eager is not None and with_compile:
             xs = [torch.randn(M, K, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
             compiled = torch.compile(case.eager, dynamic=False)

@@ -47,16 +47,25 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--family", metavar="NAME", help="model_type (default: the original's, or the first that fits)")
     sub.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="default: as in the checkpoint")
     sub.add_argument("--fp8", action="store_true", help="linears in block-FP8 (DeepSeek's weight_scale_inv)")
-    sub.add_argument("--like", type=Path, metavar="DIR",
-                     help="model whose config.json and tokenizer files these are (default: what from-hf kept)")
+    sub.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="model whose config.json and tokenizer files these are (default: what from-hf kept)",
+    )
     sub.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file, e.g. 500MB (default: 5GB)")
 
     sub = command("verify", verify, "logits of a checkpoint against those that transformers computes")
     add_load(sub)
     sub.add_argument("--hf", required=True, type=Path, metavar="DIR")
     sub.add_argument("--num-tokens", type=int, default=64, metavar="N", help="of two random sequences (default: 64)")
-    sub.add_argument("--tolerance", type=float, default=1e-4, metavar="X",
-                     help="largest difference of a logit, both in FP32 (default: 1e-4)")
+    sub.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="largest difference of a logit, both in FP32 (default: 1e-4)",
+    )
 
     sub = command("info", info, "what a checkpoint or a Hugging Face model holds")
     sub.add_argument("path", type=Path, metavar="DIR")
@@ -72,8 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--save", required=True, type=Path, metavar="DIR", help="new directory of checkpoints")
 
     sub = command("average", average, "the mean of several checkpoints' weights")
-    sub.add_argument("--load", required=True, nargs="+", type=Path, metavar="DIR",
-                     help="directories of checkpoints, or checkpoints")
+    sub.add_argument(
+        "--load", required=True, nargs="+", type=Path, metavar="DIR", help="directories of checkpoints, or checkpoints"
+    )
     sub.add_argument("--steps", nargs="+", type=int, metavar="N", help="iterations of the one directory in --load")
     sub.add_argument("--save", required=True, type=Path, metavar="DIR", help="new directory of checkpoints")
     return parser
@@ -86,8 +96,12 @@ def add_load(sub: argparse.ArgumentParser) -> None:
 
 def add_import_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--save", required=True, type=Path, metavar="DIR", help="new directory of checkpoints")
-    sub.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto",
-                     help="precision to train in: default BF16 where the files are BF16 or FP8, else FP32")
+    sub.add_argument(
+        "--dtype",
+        choices=("auto", "bf16", "fp32"),
+        default="auto",
+        help="precision to train in: default BF16 where the files are BF16 or FP8, else FP32",
+    )
     sub.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sample for tools (default: the model's)")
     sub.add_argument("--tokenizer-type", metavar="NAME", help="default: what lies beside the model")
     sub.add_argument("--tokenizer-model", metavar="PATH")

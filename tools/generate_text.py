@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Samples text from a checkpoint.
 
-    tools/generate_text.py --load runs/quickstart/checkpoints --prompt "ROMEO:" --num-tokens 150 --temperature 0.8
-    tools/generate_text.py --load runs/quickstart/checkpoints --prompt "ROMEO:" --temperature 0        greedy
+tools/generate_text.py --load runs/quickstart/checkpoints --prompt "ROMEO:" --num-tokens 150 --temperature 0.8
+tools/generate_text.py --load runs/quickstart/checkpoints --prompt "ROMEO:" --temperature 0        greedy
 """
 
 from __future__ import annotations

@@ -37,18 +37,32 @@ from megafp8.data.blend import BlendedDataset
 from megafp8.data.gpt_dataset import GPTDataset
 
 # what pretrain_gpt.py requires and the data does not depend on
-STAND_INS = {"--num-layers": "1", "--hidden-size": "64", "--num-attention-heads": "1", "--micro-batch-size": "1",
-             "--train-iters": "1", "--lr": "1e-3"}
+STAND_INS = {
+    "--num-layers": "1",
+    "--hidden-size": "64",
+    "--num-attention-heads": "1",
+    "--micro-batch-size": "1",
+    "--train-iters": "1",
+    "--lr": "1e-3",
+}
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage="%(prog)s [flags of pretrain_gpt.py] [--iteration N] [--rows N] "
-                                     "[--from NAME] [--ids]", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [flags of pretrain_gpt.py] [--iteration N] [--rows N] [--from NAME] [--ids]",
+        allow_abbrev=False,
+    )
     parser.add_argument("--iteration", type=int, metavar="N", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, default=4, metavar="N", help=argparse.SUPPRESS)
-    parser.add_argument("--from", dest="split_name", choices=("training", "validation", "test"), default="training",
-                        help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--from",
+        dest="split_name",
+        choices=("training", "validation", "test"),
+        default="training",
+        help=argparse.SUPPRESS,
+    )
     parser.add_argument("--ids", action="store_true", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args(argv)
     if args.iteration is not None and args.iteration < 1:
@@ -71,23 +85,37 @@ def _with_stand_ins(argv: list[str]) -> list[str]:
 
 def show_files(config: Config) -> None:
     """Documents, tokens and lengths of each file."""
-    prefixes = [word for paths in (config.data.data_path, config.data.train_data_path, config.data.valid_data_path,
-                                   config.data.test_data_path) for word in paths or () if not _is_number(word)]
+    prefixes = [
+        word
+        for paths in (
+            config.data.data_path,
+            config.data.train_data_path,
+            config.data.valid_data_path,
+            config.data.test_data_path,
+        )
+        for word in paths or ()
+        if not _is_number(word)
+    ]
     for prefix in dict.fromkeys(prefixes):
         dataset = IndexedDataset(prefix)
         lengths = np.asarray(dataset.document_lengths)
         low, high = dataset.token_range()
         print(f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens ({dataset.dtype})")
         if dataset.num_documents:
-            print(f"    tokens a document: {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}; "
-                  f"{int((lengths == 0).sum())} empty")
+            print(
+                f"    tokens a document: {lengths.min()} to {lengths.max()}, median {int(np.median(lengths))}; "
+                f"{int((lengths == 0).sum())} empty"
+            )
             print(f"    token ids: {low} to {high}")
 
 
 def show_splits(datasets: Datasets) -> None:
     """Which documents each split reads, how often, and the shares of a blend."""
-    splits = {"training": datasets.train, **{f"validation {name!r}": part for name, part in datasets.valid.items()},
-              "test": datasets.test}
+    splits = {
+        "training": datasets.train,
+        **{f"validation {name!r}": part for name, part in datasets.valid.items()},
+        "test": datasets.test,
+    }
     for name, dataset in splits.items():
         if dataset is None:
             continue
@@ -106,27 +134,39 @@ def _describe(part: GPTDataset) -> str:
     documents = np.unique(part.document_index)
     tokens = int(part.documents.document_lengths[documents].sum(dtype=np.int64))
     epochs = len(part.document_index) // len(documents)
-    return (f"{getattr(part.documents, 'prefix', 'mock data')}, documents {documents[0]} to {documents[-1]}, "
-            f"{tokens} tokens, {epochs} epoch{'s' if epochs > 1 else ''}")
+    return (
+        f"{getattr(part.documents, 'prefix', 'mock data')}, documents {documents[0]} to {documents[-1]}, "
+        f"{tokens} tokens, {epochs} epoch{'s' if epochs > 1 else ''}"
+    )
 
 
 def show_iteration(config: Config, datasets: Datasets, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Text and masks of one global batch, document by document."""
-    by_name = {"training": datasets.train, "validation": next(iter(datasets.valid.values()), None),
-               "test": datasets.test}
+    by_name = {
+        "training": datasets.train,
+        "validation": next(iter(datasets.valid.values()), None),
+        "test": datasets.test,
+    }
     dataset = by_name[args.split_name]
     if dataset is None:
         raise ValueError(f"--from {args.split_name}: there is no {args.split_name} data")
     size = config.train.global_batch_size
     first = (args.iteration - 1) * size
     if first + size > len(dataset):
-        raise ValueError(f"--iteration {args.iteration}: {args.split_name} ends with iteration {len(dataset) // size}; "
-                         "give its number of iterations with --train-iters to see later ones")
-    batch = next(build_loader(dataset, datasets.masks, seq_length=config.data.seq_length, micro_batch_size=size,
-                              consumed_samples=first))
+        raise ValueError(
+            f"--iteration {args.iteration}: {args.split_name} ends with iteration {len(dataset) // size}; "
+            "give its number of iterations with --train-iters to see later ones"
+        )
+    batch = next(
+        build_loader(
+            dataset, datasets.masks, seq_length=config.data.seq_length, micro_batch_size=size, consumed_samples=first
+        )
+    )
     for row in range(min(args.rows, size)):
-        print(f"iteration {args.iteration}, sequence {row + 1} of {size} (sample {first + row}): "
-              f"loss on {int(batch.loss_mask[row].sum())} of its tokens")
+        print(
+            f"iteration {args.iteration}, sequence {row + 1} of {size} (sample {first + row}): "
+            f"loss on {int(batch.loss_mask[row].sum())} of its tokens"
+        )
         _show_row(batch, row, tokenizer, args.ids)
 
 

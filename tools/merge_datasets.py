@@ -44,8 +44,10 @@ def main(argv: list[str]) -> None:
         for dataset in datasets:
             builder.add_dataset(dataset)
     tokens = sum(dataset.num_tokens for dataset in datasets)
-    print(f"{args.output_prefix}.bin/.idx: {builder.num_documents} documents, {tokens} tokens "
-          f"({builder.dtype}) of {len(datasets)} data sets")
+    print(
+        f"{args.output_prefix}.bin/.idx: {builder.num_documents} documents, {tokens} tokens "
+        f"({builder.dtype}) of {len(datasets)} data sets"
+    )
 
 
 if __name__ == "__main__":

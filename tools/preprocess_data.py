@@ -24,15 +24,26 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add_input_arguments(parser)
     add_tokenizer_arguments(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX",
-                       help="files are named PREFIX_KEY_document.bin and .idx")
+    group.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX_KEY_document.bin and .idx"
+    )
     group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group.add_argument("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS")
     group = parser.add_argument_group("runtime")
-    group.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
-                       help="processes that tokenize (default: one a CPU)")
-    group.add_argument("--log-interval", type=int, default=10000, metavar="N",
-                       help="without a terminal: documents between two lines of progress (default 10000)")
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that tokenize (default: one a CPU)",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=10000,
+        metavar="N",
+        help="without a terminal: documents between two lines of progress (default 10000)",
+    )
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers {args.workers}: give 1 or more")
@@ -61,8 +72,11 @@ class Progress:
             self.bar.update(size)
         elif self.interval and self.documents // self.interval > before // self.interval:
             seconds = time.monotonic() - self.start
-            print(f"Processed {self.documents} documents ({self.documents / seconds:.0f} docs/s, "
-                  f"{self.size / seconds / 1e6:.2f} MB/s).", file=sys.stderr)
+            print(
+                f"Processed {self.documents} documents ({self.documents / seconds:.0f} docs/s, "
+                f"{self.size / seconds / 1e6:.2f} MB/s).",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         if self.bar is not None:
@@ -76,14 +90,17 @@ def main(argv: list[str]) -> None:
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
     progress = Progress(total_bytes, args.log_interval)
     try:
-        summaries = preprocess(records, functools.partial(build_tokenizer, args), options, prefixes, args.workers,
-                               progress)
+        summaries = preprocess(
+            records, functools.partial(build_tokenizer, args), options, prefixes, args.workers, progress
+        )
     finally:
         progress.close()
     for summary in summaries.values():
         skipped = f", {summary.empty} empty ones skipped" if summary.empty else ""
-        print(f"{summary.prefix}.bin/.idx: {summary.documents} documents, {summary.tokens} tokens "
-              f"({summary.dtype}){skipped}")
+        print(
+            f"{summary.prefix}.bin/.idx: {summary.documents} documents, {summary.tokens} tokens "
+            f"({summary.dtype}){skipped}"
+        )
         if summary.documents == 1 and args.split_text == "file":
             print("note: one document in all; --split-text lines or blank-lines cuts plain text that holds many")
 

@@ -26,13 +26,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input_arguments(parser)
     group = parser.add_argument_group("training")
-    group.add_argument("--vocab-size", type=int, required=True, metavar="N",
-                       help="tokens, the 256 bytes and <unk> <s> </s> included")
+    group.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N", help="tokens, the 256 bytes and <unk> <s> </s> included"
+    )
     group.add_argument("--model-type", choices=("bpe", "unigram"), default="bpe", help="default: bpe")
-    group.add_argument("--character-coverage", type=float, default=0.9995, metavar="X",
-                       help="part of the characters that get tokens; the rest is spelt in bytes (default 0.9995)")
-    group.add_argument("--max-sentences", type=int, default=0, metavar="N",
-                       help="train on a random sample of this many lines (default: all)")
+    group.add_argument(
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        metavar="X",
+        help="part of the characters that get tokens; the rest is spelt in bytes (default 0.9995)",
+    )
+    group.add_argument(
+        "--max-sentences",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train on a random sample of this many lines (default: all)",
+    )
     group.add_argument("--seed", type=int, default=1234, metavar="N", help="of that sample (default 1234)")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="files are PREFIX.model and .vocab")
     args = parser.parse_args(argv)
@@ -63,15 +74,28 @@ def train(lines: Iterator[str], args: argparse.Namespace) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=model, vocab_size=args.vocab_size, model_type=args.model_type,
-            character_coverage=args.character_coverage, input_sentence_size=args.max_sentences,
-            shuffle_input_sentence=args.max_sentences > 0, max_sentence_length=MAX_SENTENCE_BYTES,
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=args.vocab_size,
+            model_type=args.model_type,
+            character_coverage=args.character_coverage,
+            input_sentence_size=args.max_sentences,
+            shuffle_input_sentence=args.max_sentences > 0,
+            max_sentence_length=MAX_SENTENCE_BYTES,
             # text must come back as it went in
-            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True, byte_fallback=True, split_digits=True,
-            unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            split_digits=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
             num_threads=1,  # more would add up unigram's statistics in another order
-            minloglevel=2)
+            minloglevel=2,
+        )
     except (RuntimeError, OSError) as error:
         raise ValueError(_explain(error, args)) from None
     return model.getvalue()
@@ -82,12 +106,16 @@ def _explain(error: Exception, args: argparse.Namespace) -> str:
     reason = " ".join(str(error).split())
     largest = re.search(r"set it to a value <= (\d+)", reason)
     if largest:
-        return (f"--vocab-size {args.vocab_size}: the text has too few distinct pieces; give {largest[1]} or less, or "
-                "more text")
+        return (
+            f"--vocab-size {args.vocab_size}: the text has too few distinct pieces; give {largest[1]} or less, or "
+            "more text"
+        )
     smallest = re.search(r"Vocabulary size is smaller than required_chars\. (\d+) vs (\d+)", reason)
     if smallest:
-        return (f"--vocab-size {args.vocab_size}: the text's characters alone need {smallest[2]}; give more, or a "
-                "smaller --character-coverage")
+        return (
+            f"--vocab-size {args.vocab_size}: the text's characters alone need {smallest[2]}; give more, or a "
+            "smaller --character-coverage"
+        )
     return f"SentencePiece can't train on --input {' '.join(args.input)}: {reason}"
 
 

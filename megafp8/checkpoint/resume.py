@@ -21,6 +21,7 @@ FP8 = "fp8_scaling/"
 OPTIONAL = (FP8, RNG)
 """State that may be in a checkpoint or in the run alone: FP8's histories, and random states of other ranks."""
 
+
 @dataclass(frozen=True)
 class Found:
     """A checkpoint to start from. metadata: the content of its run.json."""

@@ -28,6 +28,19 @@ from megafp8.data.loader import build_loader
 from megafp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megafp8.data.vocabulary import padded_vocab_size
 
-__all__ = ["TOKENIZER_TYPES", "Batch", "Datasets", "IndexedDataset", "IndexedDatasetBuilder", "MaskOptions",
-           "SampleCounts", "Tokenizer", "build_datasets", "build_loader", "build_tokenizer", "make_batch",
-           "padded_vocab_size", "sample_counts"]
+__all__ = [
+    "TOKENIZER_TYPES",
+    "Batch",
+    "Datasets",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "MaskOptions",
+    "SampleCounts",
+    "Tokenizer",
+    "build_datasets",
+    "build_loader",
+    "build_tokenizer",
+    "make_batch",
+    "padded_vocab_size",
+    "sample_counts",
+]

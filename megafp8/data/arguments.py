@@ -32,36 +32,64 @@ def run(main: Callable[[list[str]], None], argv: list[str] | None = None) -> int
 def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help="one of " + ", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", metavar="PATH",
-                       help="SentencePiece .model, directory with tokenizer.json, or TikTokenizer's JSON")
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece .model, directory with tokenizer.json, or TikTokenizer's JSON",
+    )
     group.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json")
     group.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: merges.txt")
     group.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer, TikTokenizer: number of ids")
     group.add_argument("--tiktoken-pattern", metavar="{v1,v2}", help="TikTokenizer: how text is cut into words")
-    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N",
-                       help="TikTokenizer: ids reserved before the vocabulary (default 1000)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="TikTokenizer: ids reserved before the vocabulary (default 1000)",
+    )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="TikTokenizer: names of the first")
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, metavar="PATH",
-                       help="files, patterns, directories of files, or a directory saved by Hugging Face datasets")
-    group.add_argument("--input-format", choices=("auto", *FORMATS), default="auto",
-                       help="default: by suffix (.jsonl .json .txt, also with .gz, and .parquet)")
-    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY",
-                       help="fields (columns) that hold text (default: text)")
-    group.add_argument("--split-text", choices=TEXT_SPLITS, default="file",
-                       help="what is a document in plain text: the file, text between blank lines, or each line "
-                       "(default: file)")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, patterns, directories of files, or a directory saved by Hugging Face datasets",
+    )
+    group.add_argument(
+        "--input-format",
+        choices=("auto", *FORMATS),
+        default="auto",
+        help="default: by suffix (.jsonl .json .txt, also with .gz, and .parquet)",
+    )
+    group.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="fields (columns) that hold text (default: text)",
+    )
+    group.add_argument(
+        "--split-text",
+        choices=TEXT_SPLITS,
+        default="file",
+        help="what is a document in plain text: the file, text between blank lines, or each line (default: file)",
+    )
     group.add_argument("--dataset-split", metavar="NAME", help="split of a saved DatasetDict (default: train)")
 
 
 def input_records(args: argparse.Namespace) -> tuple[Iterator[Record], int | None]:
     """Documents that input arguments name, and their size in bytes when that is known beforehand."""
     sources = find_sources(args.input, args.input_format)
-    records = (record for source in sources
-               for record in read_records(source, args.json_keys, args.split_text, args.dataset_split))
+    records = (
+        record
+        for source in sources
+        for record in read_records(source, args.json_keys, args.split_text, args.dataset_split)
+    )
     return records, _total_bytes(sources)
 
 

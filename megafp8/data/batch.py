@@ -26,8 +26,9 @@ class MaskOptions:
         on = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)]
         if self.eod is None and on:
             flag = f"--{on[0].replace('_', '-')}"
-            raise ValueError(f"{flag}: the tokenizer has no end-of-document token; use a tokenizer that has one, or "
-                             "drop the flag")
+            raise ValueError(
+                f"{flag}: the tokenizer has no end-of-document token; use a tokenizer that has one, or drop the flag"
+            )
 
 
 @dataclass
@@ -77,5 +78,10 @@ def make_batch(samples: Sequence[np.ndarray], seq_length: int, masks: MaskOption
     cu_seqlens = None
     if masks.reset_attention_mask:
         cu_seqlens = torch.from_numpy(np.append(np.flatnonzero(starts), tokens.size).astype(np.int32))
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(loss_mask),
-                 torch.from_numpy(np.array(position_ids, dtype=np.int64)), cu_seqlens)
+    return Batch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(loss_mask),
+        torch.from_numpy(np.array(position_ids, dtype=np.int64)),
+        cu_seqlens,
+    )

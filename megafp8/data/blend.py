@@ -34,13 +34,15 @@ def parse_blend(flag: str, entries: Sequence[str]) -> BlendSpec:
     if len(entries) % 2 or all(weight is None for weight in weights):
         numbers = [entry for entry in entries if _number(entry) is not None]
         if numbers:
-            raise ValueError(f"{flag}: {numbers[0]} stands where a PREFIX is expected; give WEIGHT PREFIX pairs, or "
-                             "prefixes only")
+            raise ValueError(
+                f"{flag}: {numbers[0]} stands where a PREFIX is expected; give WEIGHT PREFIX pairs, or prefixes only"
+            )
         return BlendSpec(flag, entries)
     for weight, entry in zip(weights, entries[0::2], strict=True):
         if weight is None or not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"{flag}: {entry!r} is no weight; give WEIGHT PREFIX pairs with weights >= 0, or prefixes "
-                             "only")
+            raise ValueError(
+                f"{flag}: {entry!r} is no weight; give WEIGHT PREFIX pairs with weights >= 0, or prefixes only"
+            )
     if sum(weights) == 0:
         raise ValueError(f"{flag}: all weights are 0; give at least one data set a weight above 0")
     return BlendSpec(flag, entries[1::2], tuple(weights))

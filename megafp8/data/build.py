@@ -80,8 +80,9 @@ class _Builder:
         logger.warning("%s: can't write there; indices are built in memory (give --data-cache-path)", beside)
         return None
 
-    def build(self, spec: BlendSpec, split: int, split_string: str | None,
-              num_samples: int | None) -> GPTDataset | BlendedDataset | None:
+    def build(
+        self, spec: BlendSpec, split: int, split_string: str | None, num_samples: int | None
+    ) -> GPTDataset | BlendedDataset | None:
         """One split (0 training, 1 validation, 2 test) of a blend; None when it has no documents.
 
         split_string: `--split`, or None when the files are for this split alone.
@@ -125,8 +126,9 @@ class _Builder:
         def order() -> dict[str, np.ndarray]:
             return dict(zip(("data_set", "index"), blend_order(weights, num_samples), strict=True))
 
-        arrays = cached_arrays(self.cache_dir(parts[0][0]),
-                               {"what": "blend", "weights": weights, "num_samples": num_samples}, order)
+        arrays = cached_arrays(
+            self.cache_dir(parts[0][0]), {"what": "blend", "weights": weights, "num_samples": num_samples}, order
+        )
         counts = np.bincount(arrays["data_set"], minlength=len(parts)).tolist()
         datasets = [self._dataset(spec, split, part, n) if n else None for part, n in zip(parts, counts, strict=True)]
         return BlendedDataset(datasets, arrays["data_set"], arrays["index"])
@@ -135,12 +137,21 @@ class _Builder:
         prefix, documents, selection, _ = part
         training = split == 0
         try:
-            return GPTDataset(documents, selection, num_samples=num_samples, seq_length=self.data.seq_length,
-                              seed=self.seed, shuffle=training or self.shuffle_eval,
-                              drop_last=training or self.drop_last_eval, cache_dir=self.cache_dir(prefix))
+            return GPTDataset(
+                documents,
+                selection,
+                num_samples=num_samples,
+                seq_length=self.data.seq_length,
+                seed=self.seed,
+                shuffle=training or self.shuffle_eval,
+                drop_last=training or self.drop_last_eval,
+                cache_dir=self.cache_dir(prefix),
+            )
         except (MemoryError, OverflowError):
-            raise ValueError(f"{spec.flag} {prefix}: an index of {num_samples} {_SPLIT_NAMES[split]} samples does not "
-                             "fit in memory; lower --train-iters, --train-samples or --eval-iters") from None
+            raise ValueError(
+                f"{spec.flag} {prefix}: an index of {num_samples} {_SPLIT_NAMES[split]} samples does not "
+                "fit in memory; lower --train-iters, --train-samples or --eval-iters"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{spec.flag} {prefix}: the {_SPLIT_NAMES[split]} split can't be used: {error}") from None
 
@@ -153,8 +164,9 @@ def sample_counts(config) -> SampleCounts:
     return SampleCounts(train.train_samples or train.train_iters * batch, evaluation, evaluation)
 
 
-def build_datasets(data, tokenizer, counts: SampleCounts, *, seed: int, shuffle_eval: bool = True,
-                   drop_last_eval: bool = True) -> Datasets:
+def build_datasets(
+    data, tokenizer, counts: SampleCounts, *, seed: int, shuffle_eval: bool = True, drop_last_eval: bool = True
+) -> Datasets:
     """Open, check, split and blend the data that the flags name.
 
     Args:
@@ -187,12 +199,16 @@ def build_datasets(data, tokenizer, counts: SampleCounts, *, seed: int, shuffle_
 
 def _blend_specs(data) -> tuple[BlendSpec | None, dict[str, BlendSpec], BlendSpec | None, str | None]:
     """Blends of training, validation (by name) and test, and the `--split` that applies to them (None: none)."""
-    own = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path,
-           "--test-data-path": data.test_data_path}
+    own = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
     given = [flag for flag, value in own.items() if value]
     if data.data_path and given:
-        raise ValueError(f"--data-path and {given[0]} exclude each other; give --data-path with --split, or one path a "
-                         "split")
+        raise ValueError(
+            f"--data-path and {given[0]} exclude each other; give --data-path with --split, or one path a split"
+        )
     if data.mock_data:
         if data.data_path or given:
             flag = "--data-path" if data.data_path else given[0]
@@ -217,10 +233,13 @@ def _validation_specs(data) -> dict[str, BlendSpec]:
     if not data.multiple_validation_sets:
         return {"valid": spec}
     if spec.weights is not None:
-        raise ValueError("--multiple-validation-sets: sets evaluated apart have no weights; give --valid-data-path "
-                         "prefixes only")
+        raise ValueError(
+            "--multiple-validation-sets: sets evaluated apart have no weights; give --valid-data-path prefixes only"
+        )
     names = data.validation_set_names or tuple(str(i) for i in range(len(spec.prefixes)))
     if len(names) != len(spec.prefixes) or len(set(names)) != len(names):
-        raise ValueError(f"--validation-set-names {' '.join(names)}: give each of the {len(spec.prefixes)} sets of "
-                         "--valid-data-path a name of its own")
+        raise ValueError(
+            f"--validation-set-names {' '.join(names)}: give each of the {len(spec.prefixes)} sets of "
+            "--valid-data-path a name of its own"
+        )
     return {name: BlendSpec(spec.flag, (prefix,)) for name, prefix in zip(names, spec.prefixes, strict=True)}

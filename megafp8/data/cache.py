@@ -20,8 +20,9 @@ import numpy as np
 _FORMAT = 2  # raise when the meaning of a cached array changes
 
 
-def cached_arrays(cache_dir: str | os.PathLike | None, description: dict,
-                  build: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def cached_arrays(
+    cache_dir: str | os.PathLike | None, description: dict, build: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
     """The arrays that `build()` returns, from the cache when it holds them.
 
     Args:

@@ -61,8 +61,11 @@ def _sources_at(path: Path, input_format: str, flag: str) -> list[Source]:
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return [Source(path, "dataset")]
     files = sorted(p for p in path.rglob("*") if p.is_file())
-    wanted = [Source(p, _format_of(p) or input_format) for p in files if _format_of(p) in
-              ((input_format,) if input_format != "auto" else FORMATS)]
+    wanted = [
+        Source(p, _format_of(p) or input_format)
+        for p in files
+        if _format_of(p) in ((input_format,) if input_format != "auto" else FORMATS)
+    ]
     if not wanted:
         raise ValueError(f"{flag} {path}: no .jsonl, .json, .txt or .parquet files and no saved data set in there")
     return wanted
@@ -73,8 +76,9 @@ def _format_of(path: Path) -> str | None:
     return _SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def read_records(source: Source, keys: Sequence[str], text_split: str = "file",
-                 dataset_split: str | None = None) -> Iterator[Record]:
+def read_records(
+    source: Source, keys: Sequence[str], text_split: str = "file", dataset_split: str | None = None
+) -> Iterator[Record]:
     """Documents of one source, in order.
 
     Args:
@@ -113,8 +117,10 @@ def texts_of(record: Record, keys: Sequence[str]) -> dict[str, str]:
     texts = {}
     for key in keys:
         if key not in content:
-            raise ValueError(f"{record.where}: has no {key!r}, only {', '.join(map(repr, content)) or 'nothing'}; name "
-                             "the text's key with --json-keys")
+            raise ValueError(
+                f"{record.where}: has no {key!r}, only {', '.join(map(repr, content)) or 'nothing'}; name "
+                "the text's key with --json-keys"
+            )
         value = "" if content[key] is None else content[key]
         if not isinstance(value, str):
             raise ValueError(f"{record.where}: {key!r} is {type(value).__name__}, not text")
@@ -201,8 +207,10 @@ def _read_saved_dataset(path: Path, keys: Sequence[str], split: str | None) -> I
 def _require_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
-            raise ValueError(f"{path}: has no column {key!r}, only {', '.join(map(repr, names))}; name the text's "
-                             "column with --json-keys")
+            raise ValueError(
+                f"{path}: has no column {key!r}, only {', '.join(map(repr, names))}; name the text's "
+                "column with --json-keys"
+            )
 
 
 def _rows(path: Path, batches) -> Iterator[Record]:

@@ -36,15 +36,35 @@ class GPTDataset:
         ValueError when the documents hold no sample.
     """
 
-    def __init__(self, documents: Documents, selection: range, *, num_samples: int | None, seq_length: int, seed: int,
-                 shuffle: bool = True, drop_last: bool = True, cache_dir: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        documents: Documents,
+        selection: range,
+        *,
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        cache_dir: str | os.PathLike | None = None,
+    ):
         self.documents = documents
-        options = {"num_samples": num_samples, "seq_length": seq_length, "seed": seed, "shuffle": shuffle,
-                   "drop_last": drop_last}
-        description = {"what": "gpt indices", "documents": documents.fingerprint(),
-                       "selection": [selection.start, selection.stop], **options}
-        arrays = cached_arrays(cache_dir, description,
-                               lambda: build_indices(documents.document_lengths, selection, **options))
+        options = {
+            "num_samples": num_samples,
+            "seq_length": seq_length,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+        description = {
+            "what": "gpt indices",
+            "documents": documents.fingerprint(),
+            "selection": [selection.start, selection.stop],
+            **options,
+        }
+        arrays = cached_arrays(
+            cache_dir, description, lambda: build_indices(documents.document_lengths, selection, **options)
+        )
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]

@@ -26,8 +26,16 @@ import numpy as np
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-DTYPE_OF_CODE = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32,
-                 8: np.uint16}
+DTYPE_OF_CODE = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
 CODE_OF_DTYPE = {np.dtype(dtype): code for code, dtype in DTYPE_OF_CODE.items()}
 _HEADER = struct.Struct("<9sQBQQ")
 
@@ -85,8 +93,10 @@ class IndexedDataset:
             raise ValueError(f"{path}: holds {self.dtype} values, not token ids")
         expected = _HEADER.size + 12 * sequences + 8 * documents
         if size not in (expected, expected + sequences):  # with or without modes
-            raise ValueError(f"{path}: {size} bytes, but {sequences} sequences and {documents} document indices need "
-                             f"{expected}: truncated or damaged")
+            raise ValueError(
+                f"{path}: {size} bytes, but {sequences} sequences and {documents} document indices need "
+                f"{expected}: truncated or damaged"
+            )
         offset = _HEADER.size
         self.sequence_lengths = np.frombuffer(self._index, np.int32, sequences, offset)
         offset += 4 * sequences
@@ -182,8 +192,9 @@ class IndexedDatasetBuilder:
         assert self.dtype in CODE_OF_DTYPE, dtype
         assert self.dtype.kind in "iu", dtype
         token_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = {path: path.with_name(f"{path.name}.tmp-{os.getpid()}")
-                           for path in (token_path(prefix), index_path(prefix))}
+        self._temporary = {
+            path: path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in (token_path(prefix), index_path(prefix))
+        }
         self._tokens = open(self._temporary[token_path(prefix)], "wb")  # noqa: SIM115 - closed by __exit__
         self._lengths = array("i")  # compact: tens of millions of Python ints would not be
         self._document_indices = array("q", [0])
@@ -208,8 +219,10 @@ class IndexedDatasetBuilder:
     def add_dataset(self, other: IndexedDataset) -> None:
         """Append all of another dataset, sequences and documents as they are. ValueError on another dtype."""
         if other.dtype != self.dtype:
-            raise ValueError(f"{token_path(other.prefix)}: holds {other.dtype} ids, not {self.dtype} as the others; "
-                             "preprocess them with one tokenizer")
+            raise ValueError(
+                f"{token_path(other.prefix)}: holds {other.dtype} ids, not {self.dtype} as the others; "
+                "preprocess them with one tokenizer"
+            )
         first = len(self._lengths)
         self._lengths.frombytes(other.sequence_lengths.tobytes())
         self._document_indices.frombytes((other.document_indices[1:] + first).tobytes())

@@ -81,8 +81,9 @@ def locate(positions: np.ndarray, lengths: np.ndarray, first_document: int = 0) 
     return np.stack([documents + first_document, offsets], axis=1)
 
 
-def build_sample_index(document_lengths: np.ndarray, document_index: np.ndarray, seq_length: int,
-                       num_samples: int, num_tokens: int) -> np.ndarray:
+def build_sample_index(
+    document_lengths: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int, num_tokens: int
+) -> np.ndarray:
     """Borders of samples: row k says where sample k starts, row k + 1 where its last token (a label only) lies.
 
     Args:
@@ -124,8 +125,15 @@ def build_shuffle_index(num_first: int, num_samples: int, rng: np.random.RandomS
     return np.concatenate(parts)
 
 
-def build_indices(document_lengths: np.ndarray, documents: range, num_samples: int | None, seq_length: int, seed: int,
-                  shuffle: bool = True, drop_last: bool = True) -> dict[str, np.ndarray]:
+def build_indices(
+    document_lengths: np.ndarray,
+    documents: range,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+    shuffle: bool = True,
+    drop_last: bool = True,
+) -> dict[str, np.ndarray]:
     """All three indices of one dataset's split.
 
     Args:
@@ -145,11 +153,14 @@ def build_indices(document_lengths: np.ndarray, documents: range, num_samples: i
     epochs = count_epochs(per_epoch, num_samples, seq_length)
     total = (epochs * per_epoch - 1) // seq_length if drop_last else -(-(epochs * per_epoch - 1) // seq_length)
     if total < 1:
-        raise ValueError(f"its {len(documents)} documents hold {per_epoch} tokens, too few for one sample of "
-                         f"--seq-length {seq_length}")
+        raise ValueError(
+            f"its {len(documents)} documents hold {per_epoch} tokens, too few for one sample of "
+            f"--seq-length {seq_length}"
+        )
     first_epochs = ((epochs - 1) * per_epoch - 1) // seq_length
     separate = epochs > 1 and num_samples - first_epochs < int(
-        _SEPARATE_FINAL_EPOCH_BELOW * ((per_epoch - 1) // seq_length))
+        _SEPARATE_FINAL_EPOCH_BELOW * ((per_epoch - 1) // seq_length)
+    )
     rng = np.random.RandomState(seed % 2**32)
     if shuffle:
         document_index = build_document_index(documents, epochs, rng, separate)

@@ -18,8 +18,15 @@ from megafp8.data.batch import Batch, MaskOptions, make_batch
 _NO_SAMPLE = -1  # fills up an incomplete last micro-batch; bears no loss
 
 
-def micro_batch_indices(num_samples: int, *, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int,
-                        drop_last: bool = True) -> Iterator[list[int]]:
+def micro_batch_indices(
+    num_samples: int,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    drop_last: bool = True,
+) -> Iterator[list[int]]:
     """Sample numbers of each of this rank's micro-batches.
 
     Samples are taken in order (the data set's shuffle index has shuffled them), and every `micro_batch_size * dp_size`
@@ -97,9 +104,19 @@ def _dismiss_now(leave) -> None:
     leave()
 
 
-def build_loader(dataset, masks: MaskOptions, *, seq_length: int, micro_batch_size: int, consumed_samples: int = 0,
-                 dp_rank: int = 0, dp_size: int = 1, num_workers: int = 0, drop_last: bool = True,
-                 pin_memory: bool = False) -> Loader:
+def build_loader(
+    dataset,
+    masks: MaskOptions,
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+    consumed_samples: int = 0,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    num_workers: int = 0,
+    drop_last: bool = True,
+    pin_memory: bool = False,
+) -> Loader:
     """This rank's micro-batches, in training order, as an iterator of `Batch`.
 
     Args:
@@ -115,17 +132,33 @@ def build_loader(dataset, masks: MaskOptions, *, seq_length: int, micro_batch_si
     """
     chunk = micro_batch_size * dp_size
     if len(dataset) < (chunk if drop_last else 1):
-        raise ValueError(f"the data has {len(dataset)} samples, fewer than --micro-batch-size {micro_batch_size} on "
-                         f"{dp_size} data-parallel ranks needs; give more data, or smaller batches")
+        raise ValueError(
+            f"the data has {len(dataset)} samples, fewer than --micro-batch-size {micro_batch_size} on "
+            f"{dp_size} data-parallel ranks needs; give more data, or smaller batches"
+        )
     if consumed_samples > len(dataset):
-        raise ValueError(f"{consumed_samples} samples were consumed but the data has {len(dataset)}; resume with the "
-                         "data, --seq-length and --train-iters the run had, or more")
-    sampler = _BatchSampler(len(dataset), {
-        "consumed_samples": consumed_samples, "micro_batch_size": micro_batch_size, "dp_rank": dp_rank,
-        "dp_size": dp_size, "drop_last": drop_last})
+        raise ValueError(
+            f"{consumed_samples} samples were consumed but the data has {len(dataset)}; resume with the "
+            "data, --seq-length and --train-iters the run had, or more"
+        )
+    sampler = _BatchSampler(
+        len(dataset),
+        {
+            "consumed_samples": consumed_samples,
+            "micro_batch_size": micro_batch_size,
+            "dp_rank": dp_rank,
+            "dp_size": dp_size,
+            "drop_last": drop_last,
+        },
+    )
     loader = torch.utils.data.DataLoader(
-        _Samples(dataset), batch_sampler=sampler, collate_fn=_Collate(seq_length, masks), num_workers=num_workers,
-        worker_init_fn=_start_worker, pin_memory=pin_memory,
+        _Samples(dataset),
+        batch_sampler=sampler,
+        collate_fn=_Collate(seq_length, masks),
+        num_workers=num_workers,
+        worker_init_fn=_start_worker,
+        pin_memory=pin_memory,
         multiprocessing_context="fork" if num_workers else None,
-        generator=torch.Generator())  # its own: the loader would draw a seed from the global one
+        generator=torch.Generator(),
+    )  # its own: the loader would draw a seed from the global one
     return Loader(loader)

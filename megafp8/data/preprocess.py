@@ -90,9 +90,14 @@ class Encoder:
         return documents
 
 
-def preprocess(records: Iterable[Record], make_tokenizer: Callable[[], Tokenizer], options: EncodeOptions,
-               prefixes: dict[str, str], workers: int = 1,
-               report: Callable[[int, int], None] = lambda documents, size: None) -> dict[str, Summary]:
+def preprocess(
+    records: Iterable[Record],
+    make_tokenizer: Callable[[], Tokenizer],
+    options: EncodeOptions,
+    prefixes: dict[str, str],
+    workers: int = 1,
+    report: Callable[[int, int], None] = lambda documents, size: None,
+) -> dict[str, Summary]:
     """Tokenize records into one `.bin/.idx` pair a key.
 
     Args:
@@ -109,8 +114,9 @@ def preprocess(records: Iterable[Record], make_tokenizer: Callable[[], Tokenizer
     encoder = Encoder(make_tokenizer(), options)
     summaries = {key: Summary(prefix, str(encoder.dtype)) for key, prefix in prefixes.items()}
     with contextlib.ExitStack() as stack:
-        builders = {key: stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype))
-                    for key, prefix in prefixes.items()}
+        builders = {
+            key: stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for key, prefix in prefixes.items()
+        }
         for chunk, encoded in _encode_in_order(_chunks(records), encoder, make_tokenizer, workers):
             for key, summary in summaries.items():
                 builders[key].add_documents(encoded.ids[key], encoded.lengths[key])
@@ -137,14 +143,14 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield chunk
 
 
-def _encode_in_order(chunks: Iterator[list[Record]], encoder: Encoder, make_tokenizer: Callable[[], Tokenizer],
-                     workers: int) -> Iterator[tuple[list[Record], _Encoded]]:
+def _encode_in_order(
+    chunks: Iterator[list[Record]], encoder: Encoder, make_tokenizer: Callable[[], Tokenizer], workers: int
+) -> Iterator[tuple[list[Record], _Encoded]]:
     if workers <= 1:
         for chunk in chunks:
             yield chunk, encoder(chunk)
         return
-    with ProcessPoolExecutor(workers, initializer=_start_worker,
-                             initargs=(make_tokenizer, encoder.options)) as pool:
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(make_tokenizer, encoder.options)) as pool:
         pending = collections.deque()  # bounded: a corpus larger than memory must not be read ahead
         try:
             for chunk in chunks:

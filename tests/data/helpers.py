@@ -12,8 +12,14 @@ ASSETS = Path(__file__).parent / "assets"
 SHAKESPEARE = Path(__file__).parents[2] / "examples" / "data" / "tinyshakespeare.txt"
 
 
-def random_documents(rng: np.random.Generator, number: int, max_length: int = 50, vocab: int = 256,
-                     eod: int | None = 256, min_length: int = 1) -> list[np.ndarray]:
+def random_documents(
+    rng: np.random.Generator,
+    number: int,
+    max_length: int = 50,
+    vocab: int = 256,
+    eod: int | None = 256,
+    min_length: int = 1,
+) -> list[np.ndarray]:
     """Documents of min_length..max_length random ids below `vocab`, each ended by `eod`."""
     lengths = rng.integers(min_length, max_length, size=number, endpoint=True)
     documents = [rng.integers(0, vocab, size=n) for n in lengths]

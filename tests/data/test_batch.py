@@ -44,7 +44,12 @@ def test_masks_against_a_loop(seed):
     np.testing.assert_array_equal(batch.position_ids, positions)
     np.testing.assert_array_equal(batch.loss_mask, stacked[:, :-1] != EOD)
     assert [t.dtype for t in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids, batch.cu_seqlens)] == [
-        torch.int64, torch.int64, torch.float32, torch.int64, torch.int32]
+        torch.int64,
+        torch.int64,
+        torch.float32,
+        torch.int64,
+        torch.int32,
+    ]
     # cu_seqlens cuts the flattened tokens exactly where row or document change
     flat = (documents + 1000 * np.arange(6)[:, None]).reshape(-1)
     cuts = [0, *(np.flatnonzero(np.diff(flat)) + 1), len(flat)]
@@ -71,7 +76,8 @@ def test_same_as_megatron():
     owner = torch.bucketize(torch.arange(5 * SEQ), batch.cu_seqlens[1:].long(), right=True).view(5, SEQ)
     for row, sample in enumerate(samples):
         attention, loss, positions = theirs._get_ltor_masks_and_position_ids(
-            torch.from_numpy(sample[:-1]), EOD, True, True, True, True)
+            torch.from_numpy(sample[:-1]), EOD, True, True, True, True
+        )
         assert torch.equal(batch.loss_mask[row], loss)
         assert torch.equal(batch.position_ids[row], positions)
         allowed = (owner[row][:, None] == owner[row][None, :]).tril()

@@ -8,8 +8,15 @@ from megafp8.data.blend import BlendedDataset, blend_order, parse_blend
 
 def random_weights(rng: np.random.Generator) -> list[np.ndarray]:
     """50 sets of weights: even, skewed, geometric, one giant among dwarfs, with zeros, with ties."""
-    sets = [np.array([0.001, 0.999]), np.array([0.0, 1.0]), np.array([1.0]), np.array([1e-9, 1.0, 1e-9]),
-            2.0 ** -np.arange(30), np.r_[np.full(100, 1e-3), 1.0], np.full(7, 1 / 3)]
+    sets = [
+        np.array([0.001, 0.999]),
+        np.array([0.0, 1.0]),
+        np.array([1.0]),
+        np.array([1e-9, 1.0, 1e-9]),
+        2.0 ** -np.arange(30),
+        np.r_[np.full(100, 1e-3), 1.0],
+        np.full(7, 1 / 3),
+    ]
     while len(sets) < 50:
         weights = rng.random(int(rng.integers(1, 40))) ** rng.integers(1, 12)
         weights[rng.random(len(weights)) < 0.2] = 0.0
@@ -63,17 +70,20 @@ def test_blend_forms():
     assert (spec.prefixes, spec.weights) == (("a", "b"), (0.3, 70.0))
 
 
-@pytest.mark.parametrize(("entries", "message"), [
-    ([], "no data sets given"),
-    (["0.5", "a", "b"], "0.5 stands where a PREFIX is expected"),
-    (["0.5", "a", "b", "c"], "'b' is no weight"),
-    (["a", "0.5"], "0.5 stands where a PREFIX is expected"),
-    (["-1", "a", "2", "b"], "'-1' is no weight"),
-    (["nan", "a", "2", "b"], "'nan' is no weight"),
-    (["inf", "a", "2", "b"], "'inf' is no weight"),
-    (["0", "a", "0.0", "b"], "all weights are 0"),
-    (["1"], "1 stands where a PREFIX is expected"),
-])
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "no data sets given"),
+        (["0.5", "a", "b"], "0.5 stands where a PREFIX is expected"),
+        (["0.5", "a", "b", "c"], "'b' is no weight"),
+        (["a", "0.5"], "0.5 stands where a PREFIX is expected"),
+        (["-1", "a", "2", "b"], "'-1' is no weight"),
+        (["nan", "a", "2", "b"], "'nan' is no weight"),
+        (["inf", "a", "2", "b"], "'inf' is no weight"),
+        (["0", "a", "0.0", "b"], "all weights are 0"),
+        (["1"], "1 stands where a PREFIX is expected"),
+    ],
+)
 def test_bad_blends_are_refused(entries, message):
     with pytest.raises(ValueError, match=f"^--data-path: .*{message}"):
         parse_blend("--data-path", entries)

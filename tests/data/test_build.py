@@ -25,8 +25,10 @@ def constant_documents(value: int, number: int, length: int = 40) -> list[np.nda
 @pytest.fixture
 def corpora(tmp_path):
     """Prefixes a, b, c: all ids of a are 1, of b 2, of c 3; b has half as many documents as a."""
-    return {name: write_dataset(tmp_path / name, constant_documents(value, number))
-            for name, value, number in (("a", 1, 200), ("b", 2, 100), ("c", 3, 100))}
+    return {
+        name: write_dataset(tmp_path / name, constant_documents(value, number))
+        for name, value, number in (("a", 1, 200), ("b", 2, 100), ("c", 3, 100))
+    }
 
 
 def share(dataset, number, value) -> float:
@@ -37,8 +39,10 @@ def test_splits_share_no_document(tmp_path):
     """CASES 71: every document has its own id here, and the splits' samples never meet."""
     prefix = write_dataset(tmp_path / "set", [np.full(20, i) for i in range(200)])
     sets = build(data_path=(prefix,), split="90,8,2")
-    seen = [set(np.concatenate([part[i] for i in range(len(part))]))
-            for part in (sets.train, sets.valid["valid"], sets.test)]
+    seen = [
+        set(np.concatenate([part[i] for i in range(len(part))]))
+        for part in (sets.train, sets.valid["valid"], sets.test)
+    ]
     assert seen[0] == set(range(180))
     assert seen[1] == set(range(180, 196))
     assert seen[2] == set(range(196, 200))
@@ -122,8 +126,9 @@ def test_blend_part_without_validation_documents(tmp_path, corpora):
 
 
 def test_one_epoch_of_a_blend(corpora):
-    sets = build(SampleCounts(0, None), valid_data_path=("9", corpora["a"], "1", corpora["b"]),
-                 train_data_path=(corpora["c"],))
+    sets = build(
+        SampleCounts(0, None), valid_data_path=("9", corpora["a"], "1", corpora["b"]), train_data_path=(corpora["c"],)
+    )
     valid = sets.valid["valid"]
     assert len(valid) == (200 * 40 - 1) // 16 + (100 * 40 - 1) // 16
     assert valid[len(valid) - 1][0] == 2
@@ -138,8 +143,11 @@ def test_paths_per_split(corpora):
 
 
 def test_several_validation_sets(corpora):
-    flags = {"train_data_path": (corpora["a"],), "valid_data_path": (corpora["b"], corpora["c"]),
-             "multiple_validation_sets": True}
+    flags = {
+        "train_data_path": (corpora["a"],),
+        "valid_data_path": (corpora["b"], corpora["c"]),
+        "multiple_validation_sets": True,
+    }
     sets = build(**flags, validation_set_names=("books", "code"))
     assert list(sets.valid) == ["books", "code"]
     assert share(sets.valid["books"], 20, 2) == share(sets.valid["code"], 20, 3) == 1
@@ -151,16 +159,21 @@ def test_several_validation_sets(corpora):
         build(**{**flags, "valid_data_path": ("1", corpora["b"], "2", corpora["c"])})
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ({}, "--data-path: no data given"),
-    ({"data_path": ("A",), "train_data_path": ("A",)}, "--data-path and --train-data-path exclude each other"),
-    ({"data_path": ("A",), "mock_data": True}, "--mock-data and --data-path exclude each other"),
-    ({"data_path": ("missing/prefix",)}, r"missing/prefix\.idx: no such file"),
-    ({"data_path": ("A",), "seq_length": 10**6, "split": "1,1,1"}, None),
-])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "--data-path: no data given"),
+        ({"data_path": ("A",), "train_data_path": ("A",)}, "--data-path and --train-data-path exclude each other"),
+        ({"data_path": ("A",), "mock_data": True}, "--mock-data and --data-path exclude each other"),
+        ({"data_path": ("missing/prefix",)}, r"missing/prefix\.idx: no such file"),
+        ({"data_path": ("A",), "seq_length": 10**6, "split": "1,1,1"}, None),
+    ],
+)
 def test_flag_mistakes(corpora, flags, message):
-    flags = {key: tuple(corpora["a"] if v == "A" else v for v in value) if isinstance(value, tuple) else value
-             for key, value in flags.items()}
+    flags = {
+        key: tuple(corpora["a"] if v == "A" else v for v in value) if isinstance(value, tuple) else value
+        for key, value in flags.items()
+    }
     if message is None:  # a few tokens, many epochs: legal
         assert len(build(SampleCounts(1), **flags).train) >= 1
         return
@@ -224,9 +237,20 @@ def test_mock_data(vocab_size):
 
 
 def test_counts_of_a_run():
-    argv = ["--num-layers=1", "--hidden-size=64", "--num-attention-heads=1", "--max-position-embeddings=16",
-            "--lr=1e-3", "--seq-length=16", "--micro-batch-size=2", "--global-batch-size=4", "--eval-iters=3",
-            "--mock-data", "--tokenizer-type=NullTokenizer", "--vocab-size=100"]
+    argv = [
+        "--num-layers=1",
+        "--hidden-size=64",
+        "--num-attention-heads=1",
+        "--max-position-embeddings=16",
+        "--lr=1e-3",
+        "--seq-length=16",
+        "--micro-batch-size=2",
+        "--global-batch-size=4",
+        "--eval-iters=3",
+        "--mock-data",
+        "--tokenizer-type=NullTokenizer",
+        "--vocab-size=100",
+    ]
     assert sample_counts(parse_args([*argv, "--train-iters", "10"])) == SampleCounts(40, 12, 12)
     samples = sample_counts(parse_args([*argv, "--train-samples", "36"]))
     assert samples.train == 36

@@ -11,8 +11,11 @@ DOCUMENTS = ["First.\nSecond line.", "", "Zoë 東京 🙂", "  indented\n\nwith
 
 
 def read(*inputs, keys=("text",), input_format="auto", **options):
-    return [texts_of(record, keys)[keys[0]] for source in find_sources([str(i) for i in inputs], input_format)
-            for record in read_records(source, keys, **options)]
+    return [
+        texts_of(record, keys)[keys[0]]
+        for source in find_sources([str(i) for i in inputs], input_format)
+        for record in read_records(source, keys, **options)
+    ]
 
 
 def jsonl(documents, key="text") -> str:
@@ -54,8 +57,9 @@ def test_parquet(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     documents = [*DOCUMENTS, None] * 600
-    parquet.write_table(arrow.table({"id": range(len(documents)), "body": documents}), tmp_path / "a.parquet",
-                        row_group_size=700)
+    parquet.write_table(
+        arrow.table({"id": range(len(documents)), "body": documents}), tmp_path / "a.parquet", row_group_size=700
+    )
     assert read(tmp_path / "a.parquet", keys=("body",)) == [d or "" for d in documents]
     with pytest.raises(ValueError, match=r"a\.parquet: has no column 'text', only 'id', 'body'"):
         read(tmp_path / "a.parquet")
@@ -85,13 +89,16 @@ def test_saved_datasets(tmp_path):
         read(tmp_path / "one")
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ('{"text": "a"', r"a\.jsonl:2: not JSON"),
-    ('{"body": "a"}', r"a\.jsonl:2: has no 'text', only 'body'; name the text's key with --json-keys"),
-    ('{"text": 5}', r"a\.jsonl:2: 'text' is int, not text"),
-    ('["a"]', r"a\.jsonl:2: a JSON object is expected, not list"),
-    ("{}", r"a\.jsonl:2: has no 'text', only nothing"),
-])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"a\.jsonl:2: not JSON"),
+        ('{"body": "a"}', r"a\.jsonl:2: has no 'text', only 'body'; name the text's key with --json-keys"),
+        ('{"text": 5}', r"a\.jsonl:2: 'text' is int, not text"),
+        ('["a"]', r"a\.jsonl:2: a JSON object is expected, not list"),
+        ("{}", r"a\.jsonl:2: has no 'text', only nothing"),
+    ],
+)
 def test_bad_lines_are_named(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text(jsonl(["fine"]) + line + "\n")
     with pytest.raises(ValueError, match=message) as error:
@@ -104,11 +111,14 @@ def test_bad_inputs_are_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     (tmp_path / "empty").mkdir()
-    cases = [((tmp_path / "missing.txt",), "missing.txt: no such file"), ((tmp_path / "*.csv",), "no such file"),
-             ((tmp_path / "a.bin",), "unknown suffix; say what it is with --input-format"),
-             ((tmp_path / "empty",), "no .jsonl, .json, .txt or .parquet files"),
-             ((tmp_path / "latin.txt",), r"latin\.txt:1: not UTF-8"),
-             ((tmp_path / "latin.jsonl",), r"latin\.jsonl:1: not JSON")]
+    cases = [
+        ((tmp_path / "missing.txt",), "missing.txt: no such file"),
+        ((tmp_path / "*.csv",), "no such file"),
+        ((tmp_path / "a.bin",), "unknown suffix; say what it is with --input-format"),
+        ((tmp_path / "empty",), "no .jsonl, .json, .txt or .parquet files"),
+        ((tmp_path / "latin.txt",), r"latin\.txt:1: not UTF-8"),
+        ((tmp_path / "latin.jsonl",), r"latin\.jsonl:1: not JSON"),
+    ]
     for inputs, message in cases:
         with pytest.raises(ValueError, match=message):
             read(*inputs)

@@ -51,8 +51,9 @@ def test_views_are_read_only_and_survive_pickling(tmp_path, rng):
         dataset.read(3)[0] = 1
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [
-    (257, np.uint16), (65536, np.uint16), (65537, np.int32), (66000, np.int32)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, np.uint16), (65536, np.uint16), (65537, np.int32), (66000, np.int32)]
+)
 def test_dtype_holds_the_whole_vocabulary(tmp_path, vocab_size, dtype):
     """CASES 72: the dtype follows from all ids, added ones too, so the last id round-trips."""
     assert token_dtype(vocab_size) == dtype
@@ -81,10 +82,18 @@ def test_bytes_of_the_format(tmp_path):
     """The two files of three documents, field by field."""
     write_dataset(tmp_path / "set", [np.array([1, 2]), np.array([], int), np.array([513])])
     assert (tmp_path / "set.bin").read_bytes() == b"\1\0\2\0\1\2"
-    assert (tmp_path / "set.idx").read_bytes() == b"".join([
-        b"MMIDIDX\0\0", (1).to_bytes(8, "little"), b"\x08", (3).to_bytes(8, "little"), (4).to_bytes(8, "little"),
-        np.array([2, 0, 1], "<i4").tobytes(), np.array([0, 4, 4], "<i8").tobytes(),
-        np.array([0, 1, 2, 3], "<i8").tobytes()])
+    assert (tmp_path / "set.idx").read_bytes() == b"".join(
+        [
+            b"MMIDIDX\0\0",
+            (1).to_bytes(8, "little"),
+            b"\x08",
+            (3).to_bytes(8, "little"),
+            (4).to_bytes(8, "little"),
+            np.array([2, 0, 1], "<i4").tobytes(),
+            np.array([0, 4, 4], "<i8").tobytes(),
+            np.array([0, 1, 2, 3], "<i8").tobytes(),
+        ]
+    )
 
 
 def test_sequences_are_joined_to_documents(tmp_path, rng):
@@ -160,25 +169,29 @@ def _poke(offset, value):
     def change(content):
         content[offset] = value
         return content
+
     return change
 
 
-@pytest.mark.parametrize(("suffix", "change", "message"), [
-    ("idx", lambda c: c[:20], r"set\.idx: truncated"),
-    ("idx", lambda c: b"", r"set\.idx: truncated"),
-    ("idx", lambda c: c[:-8], r"set\.idx: .*truncated or damaged"),
-    ("idx", lambda c: c[: len(c) // 2], r"set\.idx: .*truncated or damaged"),
-    ("idx", _poke(0, 0), r"set\.idx: not an indexed dataset"),
-    ("idx", _poke(9, 2), r"set\.idx: not an indexed dataset"),
-    ("idx", _poke(17, 99), r"set\.idx: unknown dtype code 99"),
-    ("idx", _poke(17, 7), r"set\.idx: holds float32 values, not token ids"),
-    ("idx", _poke(18, 1), r"set\.idx: .*truncated or damaged"),
-    ("idx", _poke(34 + 12 * 30 + 8, 200), r"set\.idx: damaged, its document indices"),
-    ("idx", _poke(34 + 4 * 30 + 8, 255), r"set\.idx: damaged, its sequence pointers"),
-    ("bin", lambda c: c[:-2], r"set\.bin: .*truncated"),
-    ("bin", lambda c: b"", r"set\.bin: .*truncated"),
-    ("bin", lambda c: c + b"xx", r"set\.bin: .*another index"),
-])
+@pytest.mark.parametrize(
+    ("suffix", "change", "message"),
+    [
+        ("idx", lambda c: c[:20], r"set\.idx: truncated"),
+        ("idx", lambda c: b"", r"set\.idx: truncated"),
+        ("idx", lambda c: c[:-8], r"set\.idx: .*truncated or damaged"),
+        ("idx", lambda c: c[: len(c) // 2], r"set\.idx: .*truncated or damaged"),
+        ("idx", _poke(0, 0), r"set\.idx: not an indexed dataset"),
+        ("idx", _poke(9, 2), r"set\.idx: not an indexed dataset"),
+        ("idx", _poke(17, 99), r"set\.idx: unknown dtype code 99"),
+        ("idx", _poke(17, 7), r"set\.idx: holds float32 values, not token ids"),
+        ("idx", _poke(18, 1), r"set\.idx: .*truncated or damaged"),
+        ("idx", _poke(34 + 12 * 30 + 8, 200), r"set\.idx: damaged, its document indices"),
+        ("idx", _poke(34 + 4 * 30 + 8, 255), r"set\.idx: damaged, its sequence pointers"),
+        ("bin", lambda c: c[:-2], r"set\.bin: .*truncated"),
+        ("bin", lambda c: b"", r"set\.bin: .*truncated"),
+        ("bin", lambda c: c + b"xx", r"set\.bin: .*another index"),
+    ],
+)
 def test_damaged_files_are_named(tmp_path, rng, suffix, change, message):
     """A missing, truncated or inconsistent file gives one line that names it."""
     prefix = write_dataset(tmp_path / "set", random_documents(rng, 30))

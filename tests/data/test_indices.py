@@ -40,8 +40,9 @@ def test_three_documents():
 
 
 def test_split_borders_are_megatrons():
-    config = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config",
-                                 reason="megatron-core is not installed")
+    config = pytest.importorskip(
+        "megatron.core.datasets.blended_megatron_dataset_config", reason="megatron-core is not installed"
+    )
     for split in ("969,30,1", "90,8,2", "99,1,0", "1,1,1"):
         matrix = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
         for number in (1000, 4321, 99999):
@@ -110,11 +111,19 @@ def test_same_samples_as_megatron(tmp_path, num_samples, seq_length):
     prefix = write_dataset(tmp_path / "set", random_documents(np.random.default_rng(3), 150, min_length=0))
     tokenizer = SimpleNamespace(vocab_size=257, eod=256, pad=-1, unique_identifiers={})
     config = theirs.GPTDatasetConfig(
-        random_seed=1234, sequence_length=seq_length, blend=([prefix], None), split="969,30,1",
-        path_to_cache=str(tmp_path / "cache"), tokenizer=tokenizer, reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False)
-    megatron = theirs.GPTDataset(TheirIndexedDataset(prefix), prefix, np.arange(5, 140, dtype=np.int32), num_samples,
-                                 Split.train, config)
+        random_seed=1234,
+        sequence_length=seq_length,
+        blend=([prefix], None),
+        split="969,30,1",
+        path_to_cache=str(tmp_path / "cache"),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    megatron = theirs.GPTDataset(
+        TheirIndexedDataset(prefix), prefix, np.arange(5, 140, dtype=np.int32), num_samples, Split.train, config
+    )
     ours = GPTDataset(IndexedDataset(prefix), range(5, 140), num_samples=num_samples, seq_length=seq_length, seed=1234)
     assert len(ours) == len(megatron)
     for i in range(len(ours)):
@@ -125,8 +134,10 @@ def test_same_samples_as_megatron(tmp_path, num_samples, seq_length):
 def test_longer_runs_start_with_the_same_samples(tmp_path):
     """Within one epoch the order doesn't depend on how many samples are asked for, only on the seed."""
     dataset = dataset_of(tmp_path, random_documents(np.random.default_rng(0), 200))
-    short, long, other = (GPTDataset(dataset, range(200), num_samples=n, seq_length=16, seed=seed)
-                          for n, seed in ((20, 5), (200, 5), (20, 6)))
+    short, long, other = (
+        GPTDataset(dataset, range(200), num_samples=n, seq_length=16, seed=seed)
+        for n, seed in ((20, 5), (200, 5), (20, 6))
+    )
     assert all((short[i] == long[i]).all() for i in range(20))
     assert any((short[i] != other[i]).any() for i in range(20))
 

@@ -40,13 +40,20 @@ def load(size=100, **options):
     return build_loader(Numbered(size), MaskOptions(), seq_length=SEQ, **options)
 
 
-@pytest.mark.parametrize(("micro_batch_size", "dp_size"), [
-    (1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 4), (12, 1)])
+@pytest.mark.parametrize(
+    ("micro_batch_size", "dp_size"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (3, 4), (12, 1)]
+)
 def test_global_batches_do_not_depend_on_the_layout(micro_batch_size, dp_size):
     """A global batch of 12 holds the next 12 samples, whatever micro-batch size and data-parallel size."""
     micro_batches = 12 // (micro_batch_size * dp_size)
-    ranks = [list(micro_batch_indices(100, consumed_samples=24, micro_batch_size=micro_batch_size, dp_rank=rank,
-                                      dp_size=dp_size)) for rank in range(dp_size)]
+    ranks = [
+        list(
+            micro_batch_indices(
+                100, consumed_samples=24, micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size
+            )
+        )
+        for rank in range(dp_size)
+    ]
     for step in range(6):
         mine = [micro for rank in ranks for micro in rank[step * micro_batches : (step + 1) * micro_batches]]
         assert sorted(i for micro in mine for i in micro) == list(range(24 + 12 * step, 36 + 12 * step))
@@ -55,7 +62,10 @@ def test_global_batches_do_not_depend_on_the_layout(micro_batch_size, dp_size):
 def test_order_is_megatrons():
     """Rank r's micro-batch m is samples (m * dp_size + r) * micro_batch_size and on."""
     assert list(micro_batch_indices(20, consumed_samples=0, micro_batch_size=2, dp_rank=1, dp_size=3)) == [
-        [2, 3], [8, 9], [14, 15]]
+        [2, 3],
+        [8, 9],
+        [14, 15],
+    ]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -123,8 +133,9 @@ def test_workers_outlive_signals():
         print(*workers, flush=True)
     """)
     root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, cwd=root,
-                            start_new_session=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40, cwd=root, start_new_session=True
+    )
     assert result.returncode == 0, result.stderr
     workers = [int(pid) for pid in result.stdout.split()]
     assert len(workers) == 2
@@ -152,5 +163,3 @@ def _alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-

@@ -11,10 +11,20 @@ from megafp8.data import build_tokenizer
 from megafp8.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer
 from tests.data.helpers import ASSETS, SHAKESPEARE, data_flags
 
-TEXTS = ["", "Hello world", "  two  blanks\n\nand lines\t", "naïve café — 東京 🙂", "a" * 3000, "\u200b\x00zero",
-         "</s> <s> <|endoftext|>"]
-GPT2 = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(ASSETS / "gpt2" / "vocab.json"),
-        "merge_file": str(ASSETS / "gpt2" / "merges.txt")}
+TEXTS = [
+    "",
+    "Hello world",
+    "  two  blanks\n\nand lines\t",
+    "naïve café — 東京 🙂",
+    "a" * 3000,
+    "\u200b\x00zero",
+    "</s> <s> <|endoftext|>",
+]
+GPT2 = {
+    "tokenizer_type": "GPT2BPETokenizer",
+    "vocab_file": str(ASSETS / "gpt2" / "vocab.json"),
+    "merge_file": str(ASSETS / "gpt2" / "merges.txt"),
+}
 
 
 def sentencepiece_model(path, eos=True, vocab_size=400, extra=()):
@@ -22,18 +32,30 @@ def sentencepiece_model(path, eos=True, vocab_size=400, extra=()):
 
     specials = {"bos_id": 1, "eos_id": 2} if eos else {"bos_id": -1, "eos_id": -1}
     sentencepiece.SentencePieceTrainer.train(
-        input=str(SHAKESPEARE), model_prefix=str(path), vocab_size=vocab_size, model_type="bpe", byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-        input_sentence_size=2000, user_defined_symbols=list(extra), minloglevel=2, **specials)
+        input=str(SHAKESPEARE),
+        model_prefix=str(path),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        input_sentence_size=2000,
+        user_defined_symbols=list(extra),
+        minloglevel=2,
+        **specials,
+    )
     return f"{path}.model"
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
-    return {"eos": sentencepiece_model(directory / "eos"),
-            "no-eos": sentencepiece_model(directory / "no-eos", eos=False),
-            "piece": sentencepiece_model(directory / "piece", eos=False, extra=("<|endoftext|>",))}
+    return {
+        "eos": sentencepiece_model(directory / "eos"),
+        "no-eos": sentencepiece_model(directory / "no-eos", eos=False),
+        "piece": sentencepiece_model(directory / "piece", eos=False, extra=("<|endoftext|>",)),
+    }
 
 
 def huggingface_directory(path, eos="<|end_of_text|>", bos="<|begin_of_text|>"):
@@ -46,7 +68,8 @@ def huggingface_directory(path, eos="<|end_of_text|>", bos="<|begin_of_text|>"):
     backend.add_special_tokens([AddedToken(t, special=True) for t in ("<|begin_of_text|>", "<|end_of_text|>")])
     begin = backend.token_to_id("<|begin_of_text|>")
     backend.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)])
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
+    )
     path.mkdir()
     backend.save(str(path / "tokenizer.json"))
     config = {"eos_token": eos, "bos_token": {"content": bos} if bos else None}
@@ -56,18 +79,24 @@ def huggingface_directory(path, eos="<|end_of_text|>", bos="<|begin_of_text|>"):
 
 def tiktoken_file(path, words=("he", "ll", "hell", "hello", " w")):
     tokens = [bytes([i]) for i in range(256)] + [w.encode() for w in words]
-    path.write_text(json.dumps([{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None}
-                                for i, t in enumerate(tokens)]))
+    path.write_text(
+        json.dumps(
+            [{"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None} for i, t in enumerate(tokens)]
+        )
+    )
     return str(path)
 
 
 @pytest.fixture
 def every(models, tmp_path):
     flags = {
-        "byte": {}, "gpt2": GPT2,
+        "byte": {},
+        "gpt2": GPT2,
         "sentencepiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": models["eos"]},
-        "huggingface": {"tokenizer_type": "HuggingFaceTokenizer",
-                        "tokenizer_model": str(huggingface_directory(tmp_path / "hf"))},
+        "huggingface": {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(huggingface_directory(tmp_path / "hf")),
+        },
         "tiktoken": {"tokenizer_type": "TikTokenizer", "tokenizer_model": tiktoken_file(tmp_path / "tik.json")},
     }
     return {name: build_tokenizer(data_flags(**values)) for name, values in flags.items()}
@@ -89,8 +118,13 @@ def test_round_trips(every):
 
 
 def test_special_ids(every):
-    expected = {"byte": (257, 256, None), "gpt2": (50257, 50256, None), "huggingface": (50259, 50258, 50257),
-                "sentencepiece": (400, 2, 1), "tiktoken": (1261, 2, 1)}
+    expected = {
+        "byte": (257, 256, None),
+        "gpt2": (50257, 50256, None),
+        "huggingface": (50259, 50258, 50257),
+        "sentencepiece": (400, 2, 1),
+        "tiktoken": (1261, 2, 1),
+    }
     assert {name: (t.vocab_size, t.eod, t.bos) for name, t in every.items()} == expected
 
 
@@ -108,8 +142,9 @@ def test_against_transformers(every, tmp_path):
 
 
 def test_against_megatrons_tiktoken(tmp_path):
-    theirs = pytest.importorskip("megatron.core.tokenizers.text.libraries.tiktoken_tokenizer",
-                                 reason="megatron-core is not installed")
+    theirs = pytest.importorskip(
+        "megatron.core.tokenizers.text.libraries.tiktoken_tokenizer", reason="megatron-core is not installed"
+    )
     path = tiktoken_file(tmp_path / "tik.json")
     for pattern in ("v1", "v2"):
         megatron = theirs.TikTokenTokenizer(path, pattern=pattern, vocab_size=1261)
@@ -126,10 +161,11 @@ def test_tiktoken_options(tmp_path):
     named = TikTokenizer(path, special_tokens=["<pad>", "</s>", "<s>", "<unk>", "<mask>", "<cls>", "<sep>", "<mine>"])
     assert (named.eod, named.bos) == (1, 2)
     for options, message in (
-            ({"pattern": "v3"}, "--tiktoken-pattern v3: choose v1 or v2"),
-            ({"vocab_size": 5000}, "--vocab-size 5000: .*serves 1256 to 1261 ids"),
-            ({"special_tokens": ["<s>"]}, "--tiktoken-special-tokens <s>: <unk> is missing"),
-            ({"num_special_tokens": 3}, "--tiktoken-num-special-tokens 3: there are 7 named ones")):
+        ({"pattern": "v3"}, "--tiktoken-pattern v3: choose v1 or v2"),
+        ({"vocab_size": 5000}, "--vocab-size 5000: .*serves 1256 to 1261 ids"),
+        ({"special_tokens": ["<s>"]}, "--tiktoken-special-tokens <s>: <unk> is missing"),
+        ({"num_special_tokens": 3}, "--tiktoken-num-special-tokens 3: there are 7 named ones"),
+    ):
         with pytest.raises(ValueError, match=message):
             TikTokenizer(path, **options)
 
@@ -190,6 +226,7 @@ def test_added_tokens_count(tmp_path):
 
 def test_fingerprints(models, tmp_path):
     """Equal for equal content wherever it lies, different for everything that changes ids."""
+
     def of(**values):
         return build_tokenizer(data_flags(**values)).fingerprint
 
@@ -199,10 +236,16 @@ def test_fingerprints(models, tmp_path):
     null = {"tokenizer_type": "NullTokenizer"}
     a, b = (huggingface_directory(tmp_path / name, eos=eos) for name, eos in (("a", "<|end_of_text|>"), ("b", None)))
     face = {"tokenizer_type": "HuggingFaceTokenizer"}
-    different = [of(), of(**GPT2), of(**piece, tokenizer_model=models["eos"]),
-                 of(**piece, tokenizer_model=models["piece"]),
-                 of(**null, vocab_size=10), of(**null, vocab_size=11), of(**face, tokenizer_model=str(a)),
-                 of(**face, tokenizer_model=str(b))]
+    different = [
+        of(),
+        of(**GPT2),
+        of(**piece, tokenizer_model=models["eos"]),
+        of(**piece, tokenizer_model=models["piece"]),
+        of(**null, vocab_size=10),
+        of(**null, vocab_size=11),
+        of(**face, tokenizer_model=str(a)),
+        of(**face, tokenizer_model=str(b)),
+    ]
     assert len(set(different)) == len(different)
 
 
@@ -216,10 +259,17 @@ def test_null_tokenizer():
             tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(("name", "mend"), [
-    ("Llama2Tokenizer", "use SentencePieceTokenizer"), ("GPTSentencePieceTokenizer", "use SentencePieceTokenizer"),
-    ("BertWordPieceLowerCase", "use GPT2BPETokenizer"), ("MultimodalTokenizer", "use HuggingFaceTokenizer"),
-    ("NoSuchTokenizer", "choose one of ByteTokenizer"), (None, "choose one of ByteTokenizer")])
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("Llama2Tokenizer", "use SentencePieceTokenizer"),
+        ("GPTSentencePieceTokenizer", "use SentencePieceTokenizer"),
+        ("BertWordPieceLowerCase", "use GPT2BPETokenizer"),
+        ("MultimodalTokenizer", "use HuggingFaceTokenizer"),
+        ("NoSuchTokenizer", "choose one of ByteTokenizer"),
+        (None, "choose one of ByteTokenizer"),
+    ],
+)
 def test_other_types_are_refused_with_the_mend(name, mend):
     with pytest.raises(ValueError, match=f"--tokenizer-type.*{mend}"):
         build_tokenizer(data_flags(tokenizer_type=name))
@@ -249,9 +299,11 @@ def test_file_mistakes(tmp_path, models):
             build_tokenizer(data_flags(tokenizer_type=kind, tokenizer_model=model))
         assert "\n" not in str(error.value)
     flags = data_flags(**GPT2)
-    for changed, message in ((replace(flags, vocab_file=None), "--vocab-file: not given"),
-                             (replace(flags, merge_file=missing), "--merge-file .*missing: no such file"),
-                             (replace(flags, vocab_file=junk), "--vocab-file .*junk.*can't be read")):
+    for changed, message in (
+        (replace(flags, vocab_file=None), "--vocab-file: not given"),
+        (replace(flags, merge_file=missing), "--merge-file .*missing: no such file"),
+        (replace(flags, vocab_file=junk), "--vocab-file .*junk.*can't be read"),
+    ):
         with pytest.raises(ValueError, match=message):
             build_tokenizer(changed)
     for size in (None, 0):

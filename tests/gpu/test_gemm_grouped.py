@@ -59,9 +59,7 @@ def test_grouped_over_rows(sizes, extra, scaling, backend):
     if scaling == "1d2d":
         grouped_gemm.grouped_gemm_1d2d(a, b, scale_rows, squares, ends_of(sizes), out=out, backend=backend)
     else:
-        grouped_gemm.grouped_gemm_tensorwise(
-            a, b, per_group_a, per_group_b, ends_of(sizes), out=out, backend=backend
-        )
+        grouped_gemm.grouped_gemm_tensorwise(a, b, per_group_a, per_group_b, ends_of(sizes), out=out, backend=backend)
     first = 0
     for g, size in enumerate(sizes):
         rows = slice(first, first + size)

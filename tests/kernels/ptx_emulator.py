@@ -101,9 +101,19 @@ class Program:
 
     def handler(self, instruction: Instruction) -> Callable[[list[str], list[str]], None]:
         name, last = instruction.parts[0], instruction.parts[-1]
-        by_name = {"ld": self.load, "st": self.store, "ldmatrix": self.matrix, "stmatrix": self.matrix,
-                   "mov": self.move, "setp": self.compare, "selp": self.select, "shfl": self.shuffle,
-                   "cvt": self.convert, "prmt": self.permute_bytes, "atom": self.atomic_max}
+        by_name = {
+            "ld": self.load,
+            "st": self.store,
+            "ldmatrix": self.matrix,
+            "stmatrix": self.matrix,
+            "mov": self.move,
+            "setp": self.compare,
+            "selp": self.select,
+            "shfl": self.shuffle,
+            "cvt": self.convert,
+            "prmt": self.permute_bytes,
+            "atom": self.atomic_max,
+        }
         if name in by_name:
             return by_name[name]
         if last == "pred":
@@ -205,8 +215,11 @@ class Program:
         row, column = lane // 4, lane % 4 * 2
         for i, name in enumerate(self.vector(registers)):
             first = self.thread - lane + 8 * i
-            where = [pointers[first + column + h] + row * 2 for h in (0, 1)] if transposed else [
-                pointers[first + row] + (column + h) * 2 for h in (0, 1)]
+            where = (
+                [pointers[first + column + h] + row * 2 for h in (0, 1)]
+                if transposed
+                else [pointers[first + row] + (column + h) * 2 for h in (0, 1)]
+            )
             if loads:
                 low, high = (self.access("shared", w, 2).view(np.uint16)[:, 0].astype(np.uint32) for w in where)
                 self.write(name, low | high << np.uint32(16))
@@ -277,8 +290,10 @@ class Program:
             if target in FP8:  # the first source is the upper half
                 kind, largest = FP8[target]
                 halves = [self.single(o) for o in sources[::-1]]
-                halves = [np.where(np.isnan(h), 0x7F, np.clip(h, -largest, largest).astype(kind).view(np.uint8))
-                          for h in halves]
+                halves = [
+                    np.where(np.isnan(h), 0x7F, np.clip(h, -largest, largest).astype(kind).view(np.uint8))
+                    for h in halves
+                ]
                 result = np.stack(halves, 1).astype(np.uint8).view(np.uint16)[:, 0]
             elif target == "bf16x2":
                 halves = [self.single(o).astype(BF16).view(np.uint16) for o in sources[::-1]]

@@ -33,9 +33,7 @@ LAUNCHES = {
     "both fp32 scales": lambda: quantize.quantize(X, BLOCKWISE_FP32, True, True),
     "both mxfp8": lambda: quantize.quantize(X, MXFP8, True, True),
     "both of FP32": lambda: quantize.quantize(X.float(), BLOCKWISE, True, True),
-    "both, given amaxes": lambda: quantize.quantize(
-        X, BLOCKWISE, True, True, torch.ones(256, 8), torch.ones(1024, 2)
-    ),
+    "both, given amaxes": lambda: quantize.quantize(X, BLOCKWISE, True, True, torch.ones(256, 8), torch.ones(1024, 2)),
     "weights": lambda: quantize.quantize(X, SQUARES, True, True, noop=FLAG),
     "weights mxfp8": lambda: quantize.quantize(X, SQUARES_32, True, True),
     "tensorwise": lambda: quantize.quantize(ROWS, TENSORWISE),
@@ -52,9 +50,7 @@ LAUNCHES = {
     "swiglu rows": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE),
     "swiglu columns": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, rowwise=False, colwise=True),
     "swiglu both": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, colwise=True),
-    "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(
-        X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE
-    ),
+    "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE),
     "swiglu gradient kept": lambda: swiglu_quantize.swiglu_grad_quantize(
         X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE, high_precision=True
     ),

@@ -36,8 +36,20 @@ def test_counts(corpus, capsys):
 
 
 def test_blend_preview_and_notes(corpus, capsys):
-    out = inspect(capsys, "--data-path", 0.25, corpus[0], 0.75, corpus[1], "--split", "100,0,0", "--train-iters", 100,
-                  "--global-batch-size", 4)
+    out = inspect(
+        capsys,
+        "--data-path",
+        0.25,
+        corpus[0],
+        0.75,
+        corpus[1],
+        "--split",
+        "100,0,0",
+        "--train-iters",
+        100,
+        "--global-batch-size",
+        4,
+    )
     assert "100 samples, 25.00%: " in out
     assert "300 samples, 75.00%: " in out
     assert out.count("note: ") == 4
@@ -47,8 +59,22 @@ def test_batch_is_the_training_loops(corpus, capsys):
     """The text of iteration 3 is samples 2 * global batch size and on, cut where documents end."""
     flags = data_flags(data_path=(corpus[0],), split="80,10,10", seq_length=64)
     train = build_datasets(flags, build_tokenizer(flags), SampleCounts(20), seed=7).train
-    common = ("--data-path", corpus[0], "--split", "80,10,10", "--train-iters", 5, "--global-batch-size", 4,
-              "--seed", 7, "--iteration", 3, "--eval-iters", 1)
+    common = (
+        "--data-path",
+        corpus[0],
+        "--split",
+        "80,10,10",
+        "--train-iters",
+        5,
+        "--global-batch-size",
+        4,
+        "--seed",
+        7,
+        "--iteration",
+        3,
+        "--eval-iters",
+        1,
+    )
     out = inspect(capsys, *common, "--ids", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
     shown = re.findall(r"^        ([\d ]+)$", out, flags=re.MULTILINE)
     ids = [int(word) for line in shown for word in line.split()]
@@ -73,12 +99,14 @@ def test_other_splits(corpus, capsys):
 def test_mistakes(corpus, capsys):
     """One line and exit status 2, as training gives."""
     data = ("--data-path", corpus[0])
-    cases = [((*data, "--iteration", 0), "--iteration 0: the first is 1"),
-             ((*data, "--iteration", 9, "--train-iters", 2, "--global-batch-size", 40), "ends with iteration"),
-             ((*data, "--split", "100,0,0", "--iteration", 1, "--from", "test"), "there is no test data"),
-             (("--data-path", corpus[0] + "x"), "numbersx.bin"),
-             ((), "--data-path"),
-             ((*data, "--no-such-flag"), "--no-such-flag")]
+    cases = [
+        ((*data, "--iteration", 0), "--iteration 0: the first is 1"),
+        ((*data, "--iteration", 9, "--train-iters", 2, "--global-batch-size", 40), "ends with iteration"),
+        ((*data, "--split", "100,0,0", "--iteration", 1, "--from", "test"), "there is no test data"),
+        (("--data-path", corpus[0] + "x"), "numbersx.bin"),
+        ((), "--data-path"),
+        ((*data, "--no-such-flag"), "--no-such-flag"),
+    ]
     for flags, message in cases:
         error = inspect(capsys, *flags, code=2)
         assert message in error

@@ -48,6 +48,7 @@ def test_same_bytes_as_megatron(tmp_path, parts):
 
 def test_mistakes(tmp_path, parts, capsys):
     """One line, exit status 2, nothing written."""
+
     def expect(message):
         assert merge(tmp_path, tmp_path / "all") == 2
         error = capsys.readouterr().err

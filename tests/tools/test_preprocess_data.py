@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def preprocess(tmp_path, *flags, output="out", workers=1):
-    code = run(preprocess_data.main, [*map(str, flags), "--output-prefix", str(tmp_path / output), "--workers",
-                                      str(workers)])
+    code = run(
+        preprocess_data.main, [*map(str, flags), "--output-prefix", str(tmp_path / output), "--workers", str(workers)]
+    )
     assert code == 0
     return IndexedDataset(tmp_path / f"{output}_text_document")
 
@@ -39,11 +40,19 @@ def random_texts(seed, number):
 def test_bytes(tmp_path, capsys):
     """Documents as they are, one EOD each, empty ones (the first too) skipped and counted (CASES 73)."""
     texts = ["", "To be", "", "naïve", ""]
-    dataset = preprocess(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer-type",
-                         "ByteTokenizer", "--append-eod")
+    dataset = preprocess(
+        tmp_path,
+        "--input",
+        write_jsonl(tmp_path / "a.jsonl", texts),
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--append-eod",
+    )
     assert dataset.dtype == np.uint16
     assert [dataset.read(i).tolist() for i in range(dataset.num_documents)] == [
-        [*b"To be", 256], [*"naïve".encode(), 256]]
+        [*b"To be", 256],
+        [*"naïve".encode(), 256],
+    ]
     assert "2 documents, 13 tokens (uint16), 3 empty ones skipped" in capsys.readouterr().out
     plain = preprocess(tmp_path, "--input", tmp_path / "a.jsonl", "--tokenizer-type", "ByteTokenizer")
     assert plain.read(0).tolist() == [*b"To be"]
@@ -53,8 +62,15 @@ def test_bytes(tmp_path, capsys):
 @pytest.mark.parametrize("workers", [2, 5])
 def test_workers_write_the_same_bytes(tmp_path, workers):
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(0, 1200))
-    flags = ("--input", path, "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model",
-             sentencepiece_model(tmp_path / "m"), "--append-eod")
+    flags = (
+        "--input",
+        path,
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        sentencepiece_model(tmp_path / "m"),
+        "--append-eod",
+    )
     preprocess(tmp_path, *flags, output="one")
     preprocess(tmp_path, *flags, output="many", workers=workers)
     for suffix in ("bin", "idx"):
@@ -73,8 +89,17 @@ def test_special_tokens_once_a_document(tmp_path, kind, bos):
         model, eod, begin = huggingface_directory(tmp_path / "m"), 50258, 50257
     texts = ["plain", "<|begin_of_text|>spelt out<|end_of_text|>", "<s>as well</s>"]
     name = {"sentencepiece": "SentencePieceTokenizer", "huggingface": "HuggingFaceTokenizer"}[kind]
-    dataset = preprocess(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer-type", name,
-                         "--tokenizer-model", model, "--append-eod", *(["--prepend-bos"] if bos else []))
+    dataset = preprocess(
+        tmp_path,
+        "--input",
+        write_jsonl(tmp_path / "a.jsonl", texts),
+        "--tokenizer-type",
+        name,
+        "--tokenizer-model",
+        model,
+        "--append-eod",
+        *(["--prepend-bos"] if bos else []),
+    )
     for i in range(3):
         ids = dataset.read(i).tolist()
         assert ids.count(eod) == 1
@@ -87,8 +112,9 @@ def test_int32_when_the_vocabulary_needs_it(tmp_path):
     """CASES 72: the dtype follows from the whole vocabulary; ids beyond 65535 come back."""
     for size, dtype in ((65535, np.uint16), (65536, np.int32)):  # and one more id, the EOD
         path = write_jsonl(tmp_path / "a.jsonl", ["0 1", str(size - 1)])
-        dataset = preprocess(tmp_path, "--input", path, "--tokenizer-type", "NullTokenizer", "--vocab-size", size,
-                             "--append-eod")
+        dataset = preprocess(
+            tmp_path, "--input", path, "--tokenizer-type", "NullTokenizer", "--vocab-size", size, "--append-eod"
+        )
         assert dataset.dtype == dtype
         assert [dataset.read(i).tolist() for i in range(2)] == [[0, 1, size], [size - 1, size]]
 
@@ -102,8 +128,9 @@ def test_several_keys(tmp_path):
 
 def test_shakespeare_by_speeches(tmp_path):
     """The example text: a speech a document, and nothing of the text is lost but the blank lines between them."""
-    dataset = preprocess(tmp_path, "--input", SHAKESPEARE, "--split-text", "blank-lines", "--tokenizer-type",
-                         "ByteTokenizer")
+    dataset = preprocess(
+        tmp_path, "--input", SHAKESPEARE, "--split-text", "blank-lines", "--tokenizer-type", "ByteTokenizer"
+    )
     assert dataset.num_documents == 7222
     speeches = [bytes(dataset.read(i).tolist()) for i in range(7222)]
     assert speeches == re.split(rb"\n\n+", SHAKESPEARE.read_bytes().strip())
@@ -124,8 +151,15 @@ def test_same_as_megatrons_builder(tmp_path):
     """The files are what megatron-core's builder writes for the same ids."""
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
     texts = [t for t in random_texts(1, 300) if t]
-    preprocess(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--tokenizer-type", "ByteTokenizer",
-               "--append-eod", workers=2)
+    preprocess(
+        tmp_path,
+        "--input",
+        write_jsonl(tmp_path / "a.jsonl", texts),
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--append-eod",
+        workers=2,
+    )
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for text in texts:
         ids = [*text.encode(), 256]
@@ -136,20 +170,35 @@ def test_same_as_megatrons_builder(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(("content", "flags", "message"), [
-    ('{"text": "a"}\n{"text', [], "a.jsonl:2: not JSON"),
-    ('{"text": ""}\n\n', [], "no document has any text under 'text' (2 are empty)"),
-    ('{"text": "a"}\n', ["--json-keys", "body"], "a.jsonl:1: has no 'body'"),
-    ('{"text": "a"}\n', ["--prepend-bos"], "--prepend-bos: this ByteTokenizer has no beginning-of-sequence"),
-    ('{"text": "a"}\n', ["--tokenizer-type", "Llama2Tokenizer"], "--tokenizer-type Llama2Tokenizer: use Sentence"),
-    ('{"text": "a"}\n', ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "NullTokenizer reads numbers"),
-    ('{"text": "a"}\n', ["--input", "missing.jsonl"], "--input missing.jsonl: no such file"),
-])
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ('{"text": "a"}\n{"text', [], "a.jsonl:2: not JSON"),
+        ('{"text": ""}\n\n', [], "no document has any text under 'text' (2 are empty)"),
+        ('{"text": "a"}\n', ["--json-keys", "body"], "a.jsonl:1: has no 'body'"),
+        ('{"text": "a"}\n', ["--prepend-bos"], "--prepend-bos: this ByteTokenizer has no beginning-of-sequence"),
+        ('{"text": "a"}\n', ["--tokenizer-type", "Llama2Tokenizer"], "--tokenizer-type Llama2Tokenizer: use Sentence"),
+        ('{"text": "a"}\n', ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "NullTokenizer reads numbers"),
+        ('{"text": "a"}\n', ["--input", "missing.jsonl"], "--input missing.jsonl: no such file"),
+    ],
+)
 def test_mistakes(tmp_path, capsys, content, flags, message, workers):
     """One line, exit status 2, and no file left behind."""
     (tmp_path / "a.jsonl").write_text(content)
-    code = run(preprocess_data.main, ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"),
-                                      "--tokenizer-type", "ByteTokenizer", "--workers", str(workers), *flags])
+    code = run(
+        preprocess_data.main,
+        [
+            "--input",
+            str(tmp_path / "a.jsonl"),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            "--tokenizer-type",
+            "ByteTokenizer",
+            "--workers",
+            str(workers),
+            *flags,
+        ],
+    )
     error = capsys.readouterr().err
     assert code == 2
     assert error.startswith("error: ")
@@ -162,8 +211,16 @@ def test_append_eod_without_an_eod(tmp_path, capsys):
     """CASES 73: at start, before any document is read."""
     model = sentencepiece_model(tmp_path / "m", eos=False)
     path = write_jsonl(tmp_path / "a.jsonl", ["a"])
-    flags = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type",
-             "SentencePieceTokenizer", "--tokenizer-model", model]
+    flags = [
+        "--input",
+        str(path),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        model,
+    ]
     assert run(preprocess_data.main, [*flags, "--append-eod"]) == 2
     assert "--append-eod: this SentencePieceTokenizer has no end-of-document token" in capsys.readouterr().err
     assert run(preprocess_data.main, flags) == 0
@@ -172,8 +229,18 @@ def test_append_eod_without_an_eod(tmp_path, capsys):
 def test_command_line(tmp_path):
     """As people run it: exit status, one line, progress where there is no terminal."""
     path = write_jsonl(tmp_path / "a.jsonl", random_texts(2, 600))
-    command = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path), "--output-prefix",
-               str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer", "--workers", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "preprocess_data.py"),
+        "--input",
+        str(path),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "ByteTokenizer",
+        "--workers",
+        "2",
+    ]
     good = subprocess.run([*command, "--log-interval", "200"], capture_output=True, text=True, timeout=60)
     assert good.returncode == 0, good.stderr
     assert "Processed 600 documents" in good.stderr
@@ -183,8 +250,13 @@ def test_command_line(tmp_path):
 
 def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    preprocess(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", random_texts(2, 600)), "--tokenizer-type",
-               "ByteTokenizer")
+    preprocess(
+        tmp_path,
+        "--input",
+        write_jsonl(tmp_path / "a.jsonl", random_texts(2, 600)),
+        "--tokenizer-type",
+        "ByteTokenizer",
+    )
     error = capsys.readouterr().err
     assert "tokenizing: 100%" in error
     assert "documents=600" in error

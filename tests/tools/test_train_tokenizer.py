@@ -48,19 +48,27 @@ def test_sample_of_the_lines(tmp_path):
     assert (tmp_path / "tok.model").read_bytes() == (tmp_path / "again.model").read_bytes()
 
 
-@pytest.mark.parametrize(("content", "flags", "message"), [
-    ("To be or not to be\n", ["--vocab-size", "5000"], "--vocab-size 5000: the text has too few distinct pieces"),
-    ("To be or not to be\n", ["--vocab-size", "5000", "--model-type", "unigram"], "--vocab-size 5000: "),
-    ("".join(chr(0x4E00 + i) for i in range(500)), ["--vocab-size", "300", "--character-coverage", "1"],
-     "--vocab-size 300: the text's characters alone need"),
-    ("\n \n", ["--vocab-size", "300"], "holds no text"),
-    ("text", ["--vocab-size", "300", "--input", "missing.txt"], "--input missing.txt: no such file"),
-])
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ("To be or not to be\n", ["--vocab-size", "5000"], "--vocab-size 5000: the text has too few distinct pieces"),
+        ("To be or not to be\n", ["--vocab-size", "5000", "--model-type", "unigram"], "--vocab-size 5000: "),
+        (
+            "".join(chr(0x4E00 + i) for i in range(500)),
+            ["--vocab-size", "300", "--character-coverage", "1"],
+            "--vocab-size 300: the text's characters alone need",
+        ),
+        ("\n \n", ["--vocab-size", "300"], "holds no text"),
+        ("text", ["--vocab-size", "300", "--input", "missing.txt"], "--input missing.txt: no such file"),
+    ],
+)
 def test_mistakes(tmp_path, capfd, content, flags, message):
     """One line and exit status 2; no file left behind."""
     (tmp_path / "a.txt").write_text(content)
-    assert run(train_tokenizer.main, ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "t"),
-                                      *flags]) == 2
+    assert (
+        run(train_tokenizer.main, ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "t"), *flags])
+        == 2
+    )
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert message in lines[0]

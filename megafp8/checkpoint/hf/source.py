@@ -139,9 +139,7 @@ def _stored(directory: Path, file: str, key: str, handle) -> Stored:
     return Stored(file, key, DTYPES[part.get_dtype()], tuple(part.get_shape()))
 
 
-def _with_scale(
-    directory: Path, name: str, stored: Stored, scales: dict[str, Stored], fp8: BlockFP8 | None
-) -> Stored:
+def _with_scale(directory: Path, name: str, stored: Stored, scales: dict[str, Stored], fp8: BlockFP8 | None) -> Stored:
     """The same with the name of its scales, when it is FP8 and they fit."""
     if stored.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         return stored

@@ -10,11 +10,26 @@ from megafp8.data.tokenizer.plain import ByteTokenizer, NullTokenizer
 from megafp8.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from megafp8.data.tokenizer.tiktoken import TikTokenizer
 
-__all__ = ["TOKENIZER_TYPES", "ByteTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer",
-           "SentencePieceTokenizer", "TikTokenizer", "Tokenizer", "build_tokenizer"]
+__all__ = [
+    "TOKENIZER_TYPES",
+    "ByteTokenizer",
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+    "Tokenizer",
+    "build_tokenizer",
+]
 
-TOKENIZER_TYPES = ("ByteTokenizer", "SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer",
-                   "TikTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = (
+    "ByteTokenizer",
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 
 _OTHERS = {  # Megatron's other names -> the mend
     "Llama2Tokenizer": "use SentencePieceTokenizer with the same --tokenizer-model",
@@ -49,8 +64,13 @@ def build_tokenizer(data) -> Tokenizer:
     if kind == "GPT2BPETokenizer":
         return GPT2BPETokenizer(data.vocab_file, data.merge_file)
     if kind == "TikTokenizer":
-        return TikTokenizer(data.tokenizer_model, data.tiktoken_pattern, data.vocab_size,
-                            data.tiktoken_num_special_tokens, data.tiktoken_special_tokens)
+        return TikTokenizer(
+            data.tokenizer_model,
+            data.tiktoken_pattern,
+            data.vocab_size,
+            data.tiktoken_num_special_tokens,
+            data.tiktoken_special_tokens,
+        )
     if kind == "NullTokenizer":
         if not data.vocab_size or data.vocab_size < 1:
             raise ValueError(f"--vocab-size {data.vocab_size}: NullTokenizer needs it, 1 or more")

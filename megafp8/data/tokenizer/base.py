@@ -36,8 +36,10 @@ class Tokenizer(ABC):
     def require_eod(self, flag: str) -> int:
         """The end-of-document id. ValueError, naming the flag that needs it, when there is none."""
         if self.eod is None:
-            raise ValueError(f"{flag}: this {self.name} has no end-of-document token; use a tokenizer that has one "
-                             "(tools/train_tokenizer.py trains such), or drop the flag")
+            raise ValueError(
+                f"{flag}: this {self.name} has no end-of-document token; use a tokenizer that has one "
+                "(tools/train_tokenizer.py trains such), or drop the flag"
+            )
         return self.eod
 
     def require_bos(self, flag: str) -> int:

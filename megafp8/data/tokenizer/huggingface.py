@@ -53,8 +53,11 @@ def _find_files(model: str | None) -> tuple[Path, Path | None]:
     path = require_file("--tokenizer-model", model, what)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        mend = ("use --tokenizer-type SentencePieceTokenizer with its tokenizer.model"
-                if (path / "tokenizer.model").exists() else f"it names {what}")
+        mend = (
+            "use --tokenizer-type SentencePieceTokenizer with its tokenizer.model"
+            if (path / "tokenizer.model").exists()
+            else f"it names {what}"
+        )
         raise ValueError(f"--tokenizer-model {model}: has no tokenizer.json; {mend}")
     config = file.with_name("tokenizer_config.json")
     return file, config if config.is_file() else None
@@ -67,8 +70,10 @@ def _fetch_from_hub(model: str) -> tuple[Path, Path | None]:
         return tuple(Path(hf_hub_download(model, file)) for file in ("tokenizer.json", "tokenizer_config.json"))
     except Exception as error:  # no network, no such model, no permission: many classes, one mend
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"--tokenizer-model {model}: no such path, and the Hugging Face hub gave no tokenizer.json "
-                         f"({type(error).__name__}: {reason}); download it and give the directory") from None
+        raise ValueError(
+            f"--tokenizer-model {model}: no such path, and the Hugging Face hub gave no tokenizer.json "
+            f"({type(error).__name__}: {reason}); download it and give the directory"
+        ) from None
 
 
 def _special(config: dict, key: str, candidates: Sequence[str], vocabulary: dict[str, int], model: str) -> int | None:

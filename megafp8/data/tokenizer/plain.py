@@ -36,8 +36,9 @@ class NullTokenizer(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:
-            raise ValueError(f"NullTokenizer reads numbers only, not {text[:40]!r}; give another "
-                             "--tokenizer-type") from None
+            raise ValueError(
+                f"NullTokenizer reads numbers only, not {text[:40]!r}; give another --tokenizer-type"
+            ) from None
         if ids and not 0 <= min(ids) <= max(ids) < self.eod:
             raise ValueError(f"NullTokenizer: {min(ids)} .. {max(ids)} is outside --vocab-size {self.eod}")
         return ids

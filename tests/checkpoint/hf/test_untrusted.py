@@ -124,7 +124,10 @@ def test_pickles_are_not_read(model):
         ({"hidden_size": 1 << 60}, "'hidden_size'"),
         ({"hidden_size": -32}, "'hidden_size'"),
         ({"hidden_size": 1 << 31, "intermediate_size": 1 << 31}, "--hidden-size 2147483648"),
-        ({"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30, "head_dim": 1 << 31}, "--num-attention-heads"),
+        (
+            {"num_attention_heads": 1 << 30, "num_key_value_heads": 1 << 30, "head_dim": 1 << 31},
+            "--num-attention-heads",
+        ),
         ({"hidden_size": "32"}, "'hidden_size'"),
         ({"hidden_size": True}, "'hidden_size'"),
         ({"hidden_size": 32.5}, "'hidden_size'"),
