@@ -24,7 +24,7 @@ if [ ! -f "$run/data_text_document.idx" ]; then
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/tokenizer.model"
 fi
 
-MODEL=(
+MODEL=( # an LM head of its own and a gentle learning rate: both precisions train without spikes
     --num-layers 4 --hidden-size 256 --ffn-hidden-size 768
     --num-attention-heads 4 --group-query-attention --num-query-groups 2
     --seq-length 256 --max-position-embeddings 256
@@ -33,7 +33,7 @@ MODEL=(
 )
 TRAINING=(
     --micro-batch-size 8 --global-batch-size 8 --train-iters 300 --bf16 --seed 1234
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 30
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 50
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --eval-interval 100 --eval-iters 20 --log-interval 20 --save-interval 300
 )

@@ -20,7 +20,7 @@ def test_output_that_cant_be_written(tmp_path, capsys, output):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("content", [b"x", gzip.compress(b"some text" * 50)[:-12]])
+@pytest.mark.parametrize("content", [b"x", gzip.compress(b"some text" * 50)[:-12]], ids=["no gzip", "cut short"])
 def test_damaged_gzip(tmp_path, capsys, content):
     (tmp_path / "text.txt.gz").write_bytes(content)
     argv = ["--input", str(tmp_path / "text.txt.gz"), "--output-prefix", str(tmp_path / "out")]
