@@ -166,6 +166,7 @@ PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
     "window": {"window_size"},
     "layout_sizes": {"context_parallel_size"},
+    "BatchSize": {"rampup_batch_size"},
     "pipeline_stages": {
         *("pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
