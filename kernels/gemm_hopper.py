@@ -28,6 +28,7 @@ from .gemm_hopper_problem import (
     aligned,
     block_1d1d,
     block_1d2d,
+    c_buffer,
     group_of,
     grouped_k,
     grouped_m,
@@ -47,8 +48,8 @@ def block_bytes(BM, SCALING):
 
 
 @gluon.jit
-def _produce(op, ring, o):
-    """The producer warp: fills stages, tile after tile."""
+def _produce(op, out, ring, o):
+    """The producer warp: fills stages, tile after tile; after a tile's K blocks the tile of C, if that is added to."""
     nbytes: gl.constexpr = o.PER_STAGE * block_bytes(o.BM, o.SCALING)
     stage = 0
     phase = 1
@@ -86,6 +87,18 @@ def _produce(op, ring, o):
                             at = (first_block + k + i) * op.scale_b_ld + b_row
                         tma.async_copy_global_to_shared(op.scale_b, [at], bar, ring.scale_b.index(slot))
                 stage, phase = next_stage(stage, phase, o)
+            if o.C_BY_RING:
+                mbarrier.wait(ring.empty.index(stage), phase)
+                bar = ring.full.index(stage)
+                mbarrier.expect(bar, 4 * HALF * HALF * 4)
+                c_row = m
+                if o.KIND == grouped_k:
+                    c_row += g * op.M
+                for i in gl.static_range(2):
+                    at = n + i * HALF
+                    tma.async_copy_global_to_shared(out.desc, [c_row, at], bar, c_buffer(ring.a, stage, i))
+                    tma.async_copy_global_to_shared(out.desc, [c_row + HALF, at], bar, c_buffer(ring.b, stage, i))
+                stage, phase = next_stage(stage, phase, o)
             tile += gl.num_programs(0)
         first_tile += tiles
         start = end
@@ -113,11 +126,22 @@ def _store_direct(x, out, g, row, column, row_start, row_end, N, o):
 
 
 @gluon.jit
-def _store_tma(x, out, staging, row, column):
-    tma.store_wait(0)
+def _store_tma(x, out, staging, row, column, o):
+    if o.STAGING == 1:
+        tma.store_wait(0)
     staging.store(x.to(staging.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out.desc, [row, column], staging)
+
+
+@gluon.jit
+def _add_in_ring(x, out, buffer, scale, row, column, o):
+    """Adds one 64 x 64 piece to C's, which the producer has put into `buffer`, and sends it back from there."""
+    if o.SCALING == tensorwise:
+        x *= scale
+    buffer.store(buffer.load(x.type.layout) + x)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out.desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -133,11 +157,11 @@ def _store(x, out, staging, scale, g, row, column, row_start, row_end, N, o):
         _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     elif o.KIND == grouped_m:
         if (row >= row_start) & (row + HALF <= row_end):
-            _store_tma(x, out, staging, row, column)
+            _store_tma(x, out, staging, row, column, o)
         else:
             _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     else:
-        _store_tma(x, out, staging, row, column)
+        _store_tma(x, out, staging, row, column, o)
 
 
 @gluon.jit
@@ -151,7 +175,6 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
     first_tile = 0
     start = 0
     scale = 1.0
-    piece = staging.index(WARPGROUP)
     for g in range(op.groups):
         end, rows, depth, tiles = group_of(op, g, start, o)
         while tile < first_tile + tiles:
@@ -168,6 +191,8 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
                 scale = gl.load(out.scale_a + g) * gl.load(out.scale_b + g)
             if o.ROWS == 64:
                 left, right, stage, phase = contract_pairs(ring, stage, phase, depth, b_at, op.scale_b_k, ROW, MMA, o)
+                if o.STAGING > 1:
+                    tma.store_wait(0)  # of the tile before
             else:
                 if o.FAST:
                     left, right, left_1, right_1, stage, phase = contract_fast(ring, stage, phase, depth, ROW, MMA, o)
@@ -175,10 +200,30 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
                     left, right, left_1, right_1, stage, phase = contract_halves(
                         ring, stage, phase, depth, b_at, op.scale_b_k, ROW, MMA, o
                     )
+                if o.STAGING > 1:
+                    tma.store_wait(0)  # of the tile before
+                piece = staging.index(WARPGROUP * o.STAGING + 2 % o.STAGING)
                 _store(left_1, out, piece, scale, g, m + HALF, n, row_start, row_end, op.N, o)
+                piece = staging.index(WARPGROUP * o.STAGING + 3 % o.STAGING)
                 _store(right_1, out, piece, scale, g, m + HALF, n + HALF, row_start, row_end, op.N, o)
-            _store(left, out, piece, scale, g, m, n, row_start, row_end, op.N, o)
-            _store(right, out, piece, scale, g, m, n + HALF, row_start, row_end, op.N, o)
+            if o.C_BY_RING:
+                mbarrier.wait(ring.full.index(stage), phase)
+                c_row = m
+                if o.KIND == grouped_k:
+                    c_row += g * op.M
+                operand = ring.a
+                if WARPGROUP == 1:
+                    operand = ring.b
+                _add_in_ring(left, out, c_buffer(operand, stage, 0), scale, c_row, n, o)
+                _add_in_ring(right, out, c_buffer(operand, stage, 1), scale, c_row, n + HALF, o)
+                tma.store_wait(0)
+                mbarrier.arrive(ring.empty.index(stage), count=1)
+                stage, phase = next_stage(stage, phase, o)
+            else:
+                piece = staging.index(WARPGROUP * o.STAGING)
+                _store(left, out, piece, scale, g, m, n, row_start, row_end, op.N, o)
+                piece = staging.index(WARPGROUP * o.STAGING + 1 % o.STAGING)
+                _store(right, out, piece, scale, g, m, n + HALF, row_start, row_end, op.N, o)
             tile += gl.num_programs(0)
         first_tile += tiles
         start = end
@@ -191,16 +236,19 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
                 scale_a_ld, scale_b_ld, scale_b_k, padding, c_ld, c_group,
                 WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
                 KIND: gl.constexpr, SCALING: gl.constexpr, FAST: gl.constexpr, HAS_BIAS: gl.constexpr,
-                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr, C_BY_RING: gl.constexpr, STAGING: gl.constexpr,
+                REGISTERS: gl.constexpr):  # fmt: skip
     """Persistent: launched with num_warps=4 on as many CTAs as fit. REGISTERS is a consumer thread's."""
-    o: gl.constexpr = Options(WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)
+    o: gl.constexpr = Options(WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE,
+                              C_BY_RING, STAGING)  # fmt: skip
     SLOTS: gl.constexpr = STAGES * o.PER_STAGE
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [SLOTS, o.BM, BK], a_desc.layout)
     b_smem = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], b_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, o.BM], flat)
     b_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, BN if SCALING == block_1d1d else 32], flat)
-    staging = gl.allocate_shared_memory(gl.bfloat16, [WARPGROUPS, HALF if TMA_STORE else 8, HALF], c_desc.layout)
+    piece: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [WARPGROUPS * STAGING, HALF if TMA_STORE else 8, HALF], piece)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -213,10 +261,10 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     out = Output(c_desc, c, bias, scale_a, scale_b, gl.to_tensor(c_ld), c_group)
     ring = Ring(a_smem, b_smem, a_scales, b_scales, full, empty)
     if WARPGROUPS == 1:
-        gl.warp_specialize([(_consume, (op, out, ring, staging, 0, o)), (_produce, (op, ring, o))], [1], [24])
+        gl.warp_specialize([(_consume, (op, out, ring, staging, 0, o)), (_produce, (op, out, ring, o))], [1], [24])
     else:
         gl.warp_specialize([
             (_consume, (op, out, ring, staging, 0, o)),
             (_consume, (op, out, ring, staging, 1, o)),
-            (_produce, (op, ring, o)),
+            (_produce, (op, out, ring, o)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -35,11 +35,14 @@ class Options:
     HAS_BIAS: gl.constexpr
     ACCUMULATE: gl.constexpr  # add to C
     TMA_STORE: gl.constexpr
+    C_BY_RING: gl.constexpr  # the tile of C that is added to comes through the ring
+    STAGING: gl.constexpr  # buffers of a warpgroup for results on their way out
     BM: gl.constexpr
     PER_STAGE: gl.constexpr  # K blocks a stage
 
     @gluon.constexpr_function
-    def __init__(self, WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE):
+    def __init__(self, WARPGROUPS, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE,
+                 C_BY_RING, STAGING):  # fmt: skip
         self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.ROWS = gl.constexpr(ROWS)
         self.STAGES = gl.constexpr(STAGES)
@@ -50,6 +53,8 @@ class Options:
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
         self.TMA_STORE = gl.constexpr(TMA_STORE)
+        self.C_BY_RING = gl.constexpr(C_BY_RING)
+        self.STAGING = gl.constexpr(STAGING)
         self.BM = gl.constexpr(WARPGROUPS * ROWS)
         self.PER_STAGE = gl.constexpr(2 if ROWS == 64 else 1)
 
@@ -132,6 +137,13 @@ class Ring:
         self.scale_b = scale_b
         self.full = full
         self.empty = empty
+
+
+@gluon.jit
+def c_buffer(operand, stage, i):
+    """A stage of A or of B, two K blocks of 64 x 128 bytes a warpgroup, as two 64 x 64 pieces of an FP32 C."""
+    piece: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    return operand._reinterpret(gl.float32, [operand.shape[0], HALF, HALF], piece).index(stage * 2 + i)
 
 
 @gluon.jit

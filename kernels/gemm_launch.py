@@ -23,6 +23,7 @@ from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, T
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
 _PIECE = gl.NVMMASharedLayout(128, 16, 2)
+_PIECE_FP32 = gl.NVMMASharedLayout(128, 32, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 1)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -68,12 +69,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """warpgroups consumers of rows rows each, stages of the ring, tile rows a band (L2 reuse)."""
+    """warpgroups consumers of rows rows each, stages of the ring, result buffers a warpgroup, tile rows a band (L2
+    reuse), whether an FP32 C to add to comes through the ring."""
 
     warpgroups: int
     rows: int
     stages: int
+    staging: int = 1
     band: int = 8
+    c_by_ring: bool = False
 
     @property
     def ctas(self) -> int:
@@ -128,13 +132,18 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
         scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], _SCALES)
         width = 32 if p.scaling == BLOCK_1D2D else BLOCK
         scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [width], _SCALES)
+    c_by_ring = config.c_by_ring and p.accumulate and p.out.dtype == torch.float32 and _is_one_matrix(p.out, BM)
     tma_store = p.kind != GROUPED_K and not p.accumulate and p.out.dtype == torch.bfloat16 and tma_ready(p.out)
-    c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], _PIECE) if tma_store else a_desc
+    c_desc = a_desc  # unused unless C goes by TMA
+    if tma_store or c_by_ring:
+        matrix = p.out.view(-1, p.out.shape[-1]) if p.kind == GROUPED_K else p.out
+        c_desc = GluonDescriptor.from_tensor(matrix, [64, 64], _PIECE if tma_store else _PIECE_FP32)
     sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
     constants = {
         "WARPGROUPS": config.warpgroups, "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
         "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
-        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "REGISTERS": 240,
+        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "C_BY_RING": c_by_ring,
+        "STAGING": config.staging if tma_store else 1, "REGISTERS": 240,
     }  # fmt: skip
     _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, config.ctas * multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
@@ -192,6 +201,13 @@ def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
     row_tiles = triton.cdiv(p.M, BM) + (p.groups if p.kind == GROUPED_M else 0)
     tiles = row_tiles * triton.cdiv(p.N, BLOCK) * (p.groups if p.kind == GROUPED_K else 1)
     return (min(programs, tiles),)
+
+
+def _is_one_matrix(out: Tensor, BM: int) -> bool:
+    """Whether TMA can address all of C, with no tile that reaches into the next group's rows."""
+    if out.dim() == 2:
+        return tma_ready(out)
+    return out.is_contiguous() and out.shape[1] % BM == 0 and tma_ready(out[0])
 
 
 def tma_ready(x: Tensor) -> bool:
