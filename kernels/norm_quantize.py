@@ -59,47 +59,18 @@ def normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET: gl.constexpr):
 
 
 @jit
-def norm_stats_kernel(
-    x_ptr,
-    rstd_ptr,
-    stride_t,
-    eps,
-    H: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def norm_stats_kernel(x_ptr, rstd_ptr, stride_t, eps, H: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                      R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     t = gl.program_id(0).to(gl.int64)
     rstd = row_rstd(x_ptr + t * stride_t, H, eps, BLOCK_K, C, W)
     gl.store(rstd_ptr + t + gl.arange(0, 1, layout=layout_of(rstd)), rstd)
 
 
 @jit
-def norm_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    y_ptr,
-    row_ptr,
-    row_scale_ptr,
-    T,
-    stride_t,
-    row_scale_ld,
-    eps,
-    epsilon,
-    H: gl.constexpr,
-    WEIGHT_OFFSET: gl.constexpr,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, T, stride_t, row_scale_ld, eps,
+                     epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, FMAX: gl.constexpr, B: gl.constexpr,
+                     SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                     C: gl.constexpr, W: gl.constexpr):
     """One row a program, BLOCK_K elements at a time. The second reading comes from L1: registers stay free, so that
     many rows are under way at once."""
     t = gl.program_id(0).to(gl.int64)
@@ -113,61 +84,18 @@ def norm_rows_kernel(
         x = load_f32((x_ptr + cols)[None, :], (cols < H)[None, :], k0 + BLOCK_K <= H)
         y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET)
         if y_ptr is not None:
-            gl.store(
-                y_ptr + tile_offsets(rows, cols, H, 1),
-                to_compute_dtype(y, x_ptr.dtype.element_ty),
-                mask=(cols < H)[None, :],
-            )
+            gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, x_ptr.dtype.element_ty),
+                     mask=(cols < H)[None, :])
         if row_ptr is not None:
-            emit_rowwise(
-                round_through(y, x_ptr.dtype.element_ty),
-                rows,
-                t,
-                cols,
-                k0,
-                row_ptr,
-                row_scale_ptr,
-                None,
-                row_scale_ld,
-                epsilon,
-                T,
-                H,
-                FMAX,
-                B,
-                SCALE,
-                k0 + BLOCK_K <= H,
-                1,
-                BLOCK_K,
-            )
+            emit_rowwise(round_through(y, x_ptr.dtype.element_ty), rows, t, cols, k0, row_ptr, row_scale_ptr, None,
+                         row_scale_ld, epsilon, T, H, FMAX, B, SCALE, k0 + BLOCK_K <= H, 1, BLOCK_K)
 
 
 @jit
-def norm_tiles_kernel(
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    y_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    T,
-    stride_t,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    H: gl.constexpr,
-    WEIGHT_OFFSET: gl.constexpr,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, stride_t,
+                      row_scale_ld, col_scale_ld, epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
+                      FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
+                      BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
     rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
@@ -179,50 +107,11 @@ def norm_tiles_kernel(
     if y_ptr is not None:
         gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, x_ptr.dtype.element_ty), mask=mask)
     y = round_through(y, x_ptr.dtype.element_ty)
-    emit_colwise(
-        y,
-        t0,
-        h0,
-        col_ptr,
-        col_scale_ptr,
-        None,
-        col_scale_ld,
-        t0 // B,
-        epsilon,
-        T,
-        T,
-        H,
-        FMAX,
-        B,
-        SCALE,
-        EVEN,
-        BLOCK_M,
-        BLOCK_K,
-        R,
-        C,
-        W,
-    )
+    emit_colwise(y, t0, h0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, H, FMAX, B, SCALE,
+                 EVEN, BLOCK_M, BLOCK_K, R, C, W)
     if row_ptr is not None:
-        emit_rowwise(
-            y,
-            rows,
-            t0,
-            cols,
-            h0,
-            row_ptr,
-            row_scale_ptr,
-            None,
-            row_scale_ld,
-            epsilon,
-            T,
-            H,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        emit_rowwise(y, rows, t0, cols, h0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, H, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K)
 
 
 class NormQuantized(NamedTuple):
@@ -234,17 +123,8 @@ class NormQuantized(NamedTuple):
     y: Tensor | None
 
 
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    spec: Spec,
-    *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
-    rowwise: bool = True,
-    colwise: bool = False,
-    high_precision: bool = False,
-) -> NormQuantized:
+def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-5, weight_offset: float = 0.0,
+                      rowwise: bool = True, colwise: bool = False, high_precision: bool = False) -> NormQuantized:
     """RMSNorm of `x [T, h]` (BF16 or FP16, last dimension contiguous) with weight [h], quantized under 1D tiles.
 
     weight_offset: 1.0 for zero-centred weights (`--apply-layernorm-1p`). high_precision: also return y.
@@ -262,21 +142,8 @@ def rms_norm_quantize(
         _norm_tiles(x, weight, rstd, y, row, col, spec, weight_offset)
     elif T:
         norm_rows_kernel[(T,)](
-            x,
-            weight,
-            rstd,
-            y,
-            *pointers(row),
-            T,
-            x.stride(0),
-            scale_ld(row),
-            eps,
-            tile_epsilon(spec),
-            H=H,
-            WEIGHT_OFFSET=weight_offset,
-            **spec_arguments(spec),
-            **options,
-        )
+            x, weight, rstd, y, *pointers(row), T, x.stride(0), scale_ld(row), eps, tile_epsilon(spec), H=H,
+            WEIGHT_OFFSET=weight_offset, **spec_arguments(spec), **options)
     return NormQuantized(row, col, rstd, y)
 
 
@@ -289,48 +156,22 @@ def norm_columns_quantize(x: Tensor, weight: Tensor, rstd: Tensor, spec: Spec, *
     return col
 
 
-def _norm_tiles(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    y: Tensor | None,
-    row: Stored | None,
-    col: Stored,
-    spec: Spec,
-    weight_offset: float,
-) -> None:
+def _norm_tiles(x: Tensor, weight: Tensor, rstd: Tensor, y: Tensor | None, row: Stored | None, col: Stored, spec: Spec,
+                weight_offset: float) -> None:
     T, H = x.shape
     config = NORM_BOTH if row else NORM_COLUMNS
     norm_tiles_kernel[config.grid(T, H, x.device)](
-        x,
-        weight,
-        rstd,
-        y,
-        *pointers(row),
-        *pointers(col),
-        T,
-        x.stride(0),
-        scale_ld(row),
-        scale_ld(col),
-        tile_epsilon(spec),
-        H=H,
-        WEIGHT_OFFSET=weight_offset,
-        EVEN=config.even(T, H),
-        **spec_arguments(spec),
-        **config.options(),
-    )
+        x, weight, rstd, y, *pointers(row), *pointers(col), T, x.stride(0), scale_ld(row), scale_ld(col),
+        tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H), **spec_arguments(spec),
+        **config.options())
 
 
 def _check(x: Tensor, weight: Tensor, spec: Spec) -> None:
     if x.dim() != 2 or x.stride(1) != 1 or x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"rms_norm_quantize: x must be BF16 or FP16 [T, h] with contiguous rows, "
-            f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}"
-        )
+        raise ValueError(f"rms_norm_quantize: x must be BF16 or FP16 [T, h] with contiguous rows, "
+                         f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}")
     if weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(f"rms_norm_quantize: weight must be contiguous [{x.shape[1]}], got {tuple(weight.shape)}")
     if spec.tile.kind != "1d" or BLOCK % spec.tile.block:
-        raise ValueError(
-            f"rms_norm_quantize: needs 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
-            "normalize first, then call quantize"
-        )
+        raise ValueError(f"rms_norm_quantize: needs 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
+                         "normalize first, then call quantize")

@@ -125,17 +125,8 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
     if out.numel():
         wanted = orientation if tile.kind == "1d" else "square"
         tile_amax_kernel[(-(-M // BLOCK) * -(-K // BLOCK),)](
-            x,
-            *(out if wanted == w else None for w in ("rowwise", "colwise", "square")),
-            M,
-            K,
-            *x.stride(),
-            B=block,
-            BLOCK=BLOCK,
-            R=4,
-            C=16,
-            W=8,
-            num_warps=8,
+            x, *(out if wanted == w else None for w in ("rowwise", "colwise", "square")), M, K, *x.stride(), B=block,
+            BLOCK=BLOCK, R=4, C=16, W=8, num_warps=8,
         )
     return out.t() if tile.kind == "1d" or orientation == "colwise" else out
 
@@ -145,20 +136,9 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
         x, row, col, amax, amax_colwise = x.t(), col, row, amax_colwise, amax
     config = ROWS if not col else COLUMNS if not row else BOTH if spec.tile.block > 32 else BOTH_32
     quantize_1d_kernel[config.grid(*x.shape, x.device)](
-        x,
-        *pointers(row),
-        _blocks_first(amax),
-        *pointers(col),
-        _blocks_first(amax_colwise),
-        noop,
-        *x.shape,
-        *x.stride(),
-        scale_ld(row),
-        scale_ld(col),
-        tile_epsilon(spec),
-        EVEN=config.even(*x.shape),
-        **spec_arguments(spec),
-        **config.options(),
+        x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
+        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
+        **spec_arguments(spec), **config.options(),
     )
 
 
@@ -167,19 +147,9 @@ def _quantize_2d(x, spec, row, col, amax, amax_colwise, noop) -> None:
         x, row, col, amax = x.t(), col, row, amax.t() if amax is not None else None
     config = SQUARES
     quantize_2d_kernel[config.grid(*x.shape, x.device)](
-        x,
-        *pointers(row),
-        *pointers(col),
-        amax.contiguous() if amax is not None else None,
-        noop,
-        *x.shape,
-        *x.stride(),
-        scale_ld(row),
-        scale_ld(col),
-        tile_epsilon(spec),
-        EVEN=config.even(*x.shape),
-        **spec_arguments(spec),
-        **config.options(),
+        x, *pointers(row), *pointers(col), amax.contiguous() if amax is not None else None, noop, *x.shape,
+        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
+        **spec_arguments(spec), **config.options(),
     )
 
 
@@ -196,23 +166,9 @@ def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None
     row_ptr, col_ptr = pointers(row)[0], pointers(col)[0]
     scale_invs = [stored[1] for stored in (row, col) if stored]
     cast_kernel[config.grid(*x.shape, x.device)](
-        x,
-        row_ptr,
-        col_ptr,
-        partials,
-        scale,
-        scale_invs[0],
-        amax_out,
-        noop,
-        *x.shape,
-        *x.stride(),
-        count,
-        tile_epsilon(spec),
-        FMAX=spec.format.fmax,
-        SCALE=_SCALE_KINDS[spec.scale.value],
-        PARTIALS=triton.next_power_of_2(max(count, 1)),
-        EVEN=config.even(*x.shape),
-        **config.options(),
+        x, row_ptr, col_ptr, partials, scale, scale_invs[0], amax_out, noop, *x.shape, *x.stride(), count,
+        tile_epsilon(spec), FMAX=spec.format.fmax, SCALE=_SCALE_KINDS[spec.scale.value],
+        PARTIALS=triton.next_power_of_2(max(count, 1)), EVEN=config.even(*x.shape), **config.options(),
     )
 
 
@@ -225,12 +181,7 @@ def _partial_amaxes(x: Tensor) -> Tensor:
     grid = config.grid(*x.shape, x.device)
     partials = torch.empty(grid[0], dtype=torch.float32, device=x.device)
     amax_kernel[grid](
-        x,
-        partials,
-        *x.shape,
-        *x.stride(),
-        EVEN=config.even(*x.shape),
-        **config.options(),
+        x, partials, *x.shape, *x.stride(), EVEN=config.even(*x.shape), **config.options(),
     )
     return partials
 

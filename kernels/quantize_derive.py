@@ -48,23 +48,8 @@ def decode_scale(scale):
 
 
 @jit
-def load_quantized_tile(
-    ptr,
-    scale_ptr,
-    scale_stride_m,
-    scale_stride_k,
-    rows,
-    m0,
-    m_end,
-    cols,
-    k0,
-    K,
-    stride_m,
-    stride_k,
-    B: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):
+def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m0, m_end, cols, k0, K, stride_m,
+                        stride_k, B: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """Rowwise bytes dequantized to FP32 (exact under power-of-two scales)."""
     G: gl.constexpr = BLOCK_K // B if BLOCK_K > B else 1
     ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
@@ -73,19 +58,15 @@ def load_quantized_tile(
     SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(q))
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
     b = k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES))
-    scale = gl.load(
-        scale_ptr + tile_offsets(m, b, scale_stride_m, scale_stride_k),
-        mask=tile_mask(m, b, m_end, gl.cdiv(K, B)),
-        other=0,
-    )
+    scale = gl.load(scale_ptr + tile_offsets(m, b, scale_stride_m, scale_stride_k),
+                    mask=tile_mask(m, b, m_end, gl.cdiv(K, B)), other=0)
     x = gl.reshape(q * gl.expand_dims(decode_scale(scale), 2), (BLOCK_M, BLOCK_K))
     return nonfinite_to_nan(gl.convert_layout(x, layout_of(ptrs)))
 
 
 @jit
-def find_expert(
-    offsets_ptr, tile, experts, EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr, B: gl.constexpr, W: gl.constexpr
-):
+def find_expert(offsets_ptr, tile, experts, EXPERTS: gl.constexpr, BLOCK_M: gl.constexpr, B: gl.constexpr,
+                W: gl.constexpr):
     """(first row of this register tile, its expert's last row + 1, its first scale block); empty past the end."""
     e = gl.arange(0, EXPERTS, layout=gl.BlockedLayout([1], [32], [W], [0]))
     first = gl.load(offsets_ptr + e, mask=e < experts, other=0).to(gl.int64)
@@ -108,35 +89,11 @@ def add(a, b):
 
 
 @jit
-def grouped_kernel(
-    x_ptr,
-    x_scale_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    offsets_ptr,
-    experts,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    x_scale_stride_m,
-    x_scale_stride_k,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EXPERTS: gl.constexpr,
-    ALIGNMENT: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, experts, M, K,
+                   stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
+                   FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EXPERTS: gl.constexpr,
+                   ALIGNMENT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                   C: gl.constexpr, W: gl.constexpr):
     """One register tile; the grid covers as many row tiles as M rows of `experts` experts can need."""
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     k0 = (gl.program_id(0) % gl.cdiv(K, BLOCK_K)).to(gl.int64) * BLOCK_K
@@ -152,86 +109,20 @@ def grouped_kernel(
     rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     if x_scale_ptr is not None:
-        x = load_quantized_tile(
-            x_ptr,
-            x_scale_ptr,
-            x_scale_stride_m,
-            x_scale_stride_k,
-            rows,
-            m0,
-            m_end,
-            cols,
-            k0,
-            K,
-            stride_m,
-            stride_k,
-            B,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_stride_m, x_scale_stride_k, rows, m0, m_end, cols, k0, K,
+                                stride_m, stride_k, B, BLOCK_M, BLOCK_K)
     else:
         x = load_tile(x_ptr, rows, cols, m_end, K, stride_m, stride_k, False)
     if row_ptr is not None:
-        emit_rowwise(
-            x,
-            rows,
-            m0,
-            cols,
-            k0,
-            row_ptr,
-            row_scale_ptr,
-            None,
-            row_scale_ld,
-            epsilon,
-            m_end,
-            K,
-            FMAX,
-            B,
-            SCALE,
-            False,
-            BLOCK_M,
-            BLOCK_K,
-        )
-    emit_colwise(
-        x,
-        m0,
-        k0,
-        col_ptr,
-        col_scale_ptr,
-        None,
-        col_scale_ld,
-        first_block,
-        epsilon,
-        M,
-        m_end,
-        K,
-        FMAX,
-        B,
-        SCALE,
-        False,
-        BLOCK_M,
-        BLOCK_K,
-        R,
-        C,
-        W,
-    )
+        emit_rowwise(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, m_end, K, FMAX, B,
+                     SCALE, False, BLOCK_M, BLOCK_K)
+    emit_colwise(x, m0, k0, col_ptr, col_scale_ptr, None, col_scale_ld, first_block, epsilon, M, m_end, K, FMAX, B,
+                 SCALE, False, BLOCK_M, BLOCK_K, R, C, W)
 
 
 @jit
-def transpose_kernel(
-    x_ptr,
-    out_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
     rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
@@ -245,19 +136,8 @@ def transpose_kernel(
 
 
 @jit
-def blockwise_to_mxfp8_kernel(
-    scale_ptr,
-    code_ptr,
-    rows,
-    columns,
-    scale_stride_r,
-    scale_stride_c,
-    code_stride_r,
-    code_stride_c,
-    ROW_REPEAT: gl.constexpr,
-    BLOCK: gl.constexpr,
-    W: gl.constexpr,
-):
+def blockwise_to_mxfp8_kernel(scale_ptr, code_ptr, rows, columns, scale_stride_r, scale_stride_c, code_stride_r,
+                              code_stride_c, ROW_REPEAT: gl.constexpr, BLOCK: gl.constexpr, W: gl.constexpr):
     """code[r, c] = exponent of scale_inv[r // ROW_REPEAT, c // 4], for `columns` codes a row."""
     i = gl.arange(0, BLOCK, layout=gl.BlockedLayout([4], [32], [W], [0]))
     i += gl.program_id(0).to(gl.int64) * BLOCK
@@ -268,9 +148,8 @@ def blockwise_to_mxfp8_kernel(
     gl.store(code_ptr + r * code_stride_r + c * code_stride_c, code.to(gl.uint8), mask=mask)
 
 
-def derive_colwise(
-    data: Tensor, scale_inv: Tensor, spec: Spec, offsets: Tensor | None = None, alignment: int = 1
-) -> Stored:
+def derive_colwise(data: Tensor, scale_inv: Tensor, spec: Spec, offsets: Tensor | None = None,
+                   alignment: int = 1) -> Stored:
     """Colwise copy of an operand of which only rowwise bytes exist: `data [M, K]` under 1D tiles.
 
     Dequantizes and quantizes the other way, in registers. offsets, alignment: as in `quantize_grouped`.
@@ -283,9 +162,8 @@ def derive_colwise(
     return _colwise_tiles(data, scale_inv, spec, False, offsets, alignment)[1]
 
 
-def quantize_grouped(
-    x: Tensor, offsets: Tensor, spec: Spec, rowwise: bool = True, alignment: int = 1
-) -> tuple[Stored | None, Stored]:
+def quantize_grouped(x: Tensor, offsets: Tensor, spec: Spec, rowwise: bool = True,
+                     alignment: int = 1) -> tuple[Stored | None, Stored]:
     """Quantizes tokens sorted by expert, `x [M, K]` under 1D tiles, in one pass: (rowwise or None, colwise).
 
     offsets: int32 or int64 [E + 1] on the device, expert e has rows offsets[e] to offsets[e + 1]. Colwise tiles restart
@@ -299,9 +177,8 @@ def quantize_grouped(
     return _colwise_tiles(x, None, spec, rowwise, offsets, alignment)
 
 
-def _colwise_tiles(
-    x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool, offsets: Tensor | None, alignment: int
-) -> tuple[Stored | None, Stored]:
+def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool, offsets: Tensor | None,
+                   alignment: int) -> tuple[Stored | None, Stored]:
     x, (M, K) = readable(x), x.shape
     experts = 0 if offsets is None else offsets.numel() - 1
     row = allocate(M, K, spec, x.device) if rowwise else None
@@ -313,24 +190,10 @@ def _colwise_tiles(
     if M and K:
         scale = pointers((x, x_scale))[1] if x_scale is not None else None
         grouped_kernel[(row_tiles * -(-K // config.block_k),)](
-            x,
-            scale,
-            *pointers(row),
-            *pointers((data, scale_inv)),
-            offsets,
-            experts,
-            M,
-            K,
-            *x.stride(),
-            *(x_scale.stride() if x_scale is not None else (0, 0)),
-            scale_ld(row),
-            scale_ld((data, scale_inv)),
-            tile_epsilon(spec),
-            EXPERTS=triton.next_power_of_2(max(experts, 1)),
-            ALIGNMENT=alignment,
-            **spec_arguments(spec),
-            **config.options(),
-        )
+            x, scale, *pointers(row), *pointers((data, scale_inv)), offsets, experts, M, K, *x.stride(),
+            *(x_scale.stride() if x_scale is not None else (0, 0)), scale_ld(row), scale_ld((data, scale_inv)),
+            tile_epsilon(spec), EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment,
+            **spec_arguments(spec), **config.options())
     return row, (data, scale_inv)
 
 
@@ -341,14 +204,8 @@ def transpose(data: Tensor) -> Tensor:
     if data.numel():
         config = TRANSPOSE
         transpose_kernel[config.grid(M, K, data.device)](
-            data.view(torch.uint8),
-            out.view(torch.uint8),
-            M,
-            K,
-            *data.stride(),
-            EVEN=config.even(M, K),
-            **config.options(),
-        )
+            data.view(torch.uint8), out.view(torch.uint8), M, K, *data.stride(), EVEN=config.even(M, K),
+            **config.options())
     return out
 
 
@@ -360,15 +217,6 @@ def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Any) -> Stored:
     if codes.numel():
         raw = codes.view(torch.uint8)
         blockwise_to_mxfp8_kernel[(triton.cdiv(rows * columns, 1024),)](
-            scale_inv,
-            raw,
-            rows,
-            columns,
-            *scale_inv.stride(),
-            *raw.stride(),
-            ROW_REPEAT=128 if tile.kind == "2d" else 1,
-            BLOCK=1024,
-            W=4,
-            num_warps=4,
-        )
+            scale_inv, raw, rows, columns, *scale_inv.stride(), *raw.stride(),
+            ROW_REPEAT=128 if tile.kind == "2d" else 1, BLOCK=1024, W=4, num_warps=4)
     return data, codes

@@ -76,9 +76,8 @@ def nonfinite_to_nan(x):
 def to_compute_dtype(x, dtype: gl.constexpr):
     """x rounded to nearest even. (Packed conversions to BF16 are fast, single ones very slow.)"""
     if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True,
+                                      pack=2)
     else:
         y = x.to(dtype)
     return y
@@ -91,12 +90,7 @@ def round_through(x, dtype: gl.constexpr):
         y = gl.inline_asm_elementwise(
             "{ .reg .b32 p, zero; mov.b32 zero, 0; cvt.rn.bf16x2.f32 p, $3, $2; fma.rn.bf16x2 p, p, zero, p;"
             " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }",
-            "=f,=f,f,f",
-            [x],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
+            "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
         y = nonfinite_to_nan(x.to(dtype).to(gl.float32))
     return y
@@ -142,23 +136,11 @@ def cast_fp8(x, FMAX: gl.constexpr):
     if FMAX == 448.0:
         q = gl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f",
-            [x],
-            dtype=gl.uint8,
-            is_pure=True,
-            pack=4,
-        )
+            " mov.b32 $0, {lo, hi}; }", "=r,f,f,f,f", [x], dtype=gl.uint8, is_pure=True, pack=4)
     else:
         q = gl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, $2, $1; cvt.rn.satfinite.e5m2x2.f32 hi, $4, $3;"
-            " mov.b32 $0, {lo, hi}; }",
-            "=r,f,f,f,f",
-            [x],
-            dtype=gl.uint8,
-            is_pure=True,
-            pack=4,
-        )
+            " mov.b32 $0, {lo, hi}; }", "=r,f,f,f,f", [x], dtype=gl.uint8, is_pure=True, pack=4)
     return q
 
 
@@ -208,9 +190,8 @@ def store_rowwise(ptr, y, rows, cols, M, K, FMAX: gl.constexpr, EVEN: gl.constex
 
 
 @jit
-def store_transposed_bytes(
-    ptr, q, m0, k0, M, M_end, K, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, W: gl.constexpr
-):
+def store_transposed_bytes(ptr, q, m0, k0, M, M_end, K, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                           BLOCK_K: gl.constexpr, W: gl.constexpr):
     """Writes bytes q [BLOCK_M, BLOCK_K] to [K, M]; only rows below M_end."""
     T: gl.constexpr = transposed_layout(BLOCK_M, BLOCK_K, W)
     q = gl.convert_layout(gl.permute(q, (1, 0)), T)
@@ -224,48 +205,17 @@ def store_transposed_bytes(
 
 
 @jit
-def store_transposed(
-    ptr,
-    y,
-    m0,
-    k0,
-    M,
-    M_end,
-    K,
-    FMAX: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def store_transposed(ptr, y, m0, k0, M, M_end, K, FMAX: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Casts scaled values y [BLOCK_M, BLOCK_K] and writes them to [K, M]; only rows below M_end."""
     y = gl.convert_layout(y, rows_first(BLOCK_M, BLOCK_K, R, C, W))
     store_transposed_bytes(ptr, cast_fp8(y, FMAX), m0, k0, M, M_end, K, EVEN, BLOCK_M, BLOCK_K, W)
 
 
 @jit
-def emit_rowwise(
-    x,
-    rows,
-    m0,
-    cols,
-    k0,
-    ptr,
-    scale_ptr,
-    amax_ptr,
-    scale_ld,
-    epsilon,
-    M,
-    K,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-):
+def emit_rowwise(x, rows, m0, cols, k0, ptr, scale_ptr, amax_ptr, scale_ld, epsilon, M, K, FMAX: gl.constexpr,
+                 B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                 BLOCK_K: gl.constexpr):
     """1 x B tiles along K: bytes [M, K]; scale (m, b) at `b * scale_ld + m`."""
     G: gl.constexpr = BLOCK_K // B
     x = gl.reshape(x, (BLOCK_M, G, B))
@@ -287,29 +237,9 @@ def emit_rowwise(
 
 
 @jit
-def emit_colwise(
-    x,
-    m0,
-    k0,
-    ptr,
-    scale_ptr,
-    amax_ptr,
-    scale_ld,
-    first_block,
-    epsilon,
-    M,
-    M_end,
-    K,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def emit_colwise(x, m0, k0, ptr, scale_ptr, amax_ptr, scale_ld, first_block, epsilon, M, M_end, K, FMAX: gl.constexpr,
+                 B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                 BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """B x 1 tiles along M: bytes [K, M]; scale (k, b) at `b * scale_ld + k`, the tile's first b is `first_block`."""
     G: gl.constexpr = BLOCK_M // B
     amax = gl.max(gl.reshape(gl.abs(x), (BLOCK_M // R, R, BLOCK_K)), axis=1)
@@ -332,32 +262,10 @@ def emit_colwise(
 
 
 @jit
-def emit_2d(
-    x,
-    rows,
-    m0,
-    cols,
-    k0,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    amax_ptr,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    M,
-    K,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def emit_2d(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, row_scale_ld,
+            col_scale_ld, epsilon, M, K, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
+            EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+            W: gl.constexpr):
     """B x B tiles: one set of bytes, written as [M, K], as [K, M], or both; scales likewise, row-major."""
     GM: gl.constexpr = BLOCK_M // B
     GK: gl.constexpr = BLOCK_K // B

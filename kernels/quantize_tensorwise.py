@@ -13,20 +13,8 @@ from .quantize_device import load_tile, scale_from_amax, store_rowwise, store_tr
 
 
 @jit
-def amax_kernel(
-    x_ptr,
-    partial_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def amax_kernel(x_ptr, partial_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
@@ -51,31 +39,10 @@ def finish_amax_kernel(partial_ptr, amax_ptr, partials, PARTIALS: gl.constexpr, 
 
 
 @jit
-def cast_kernel(
-    x_ptr,
-    row_ptr,
-    col_ptr,
-    partial_ptr,
-    given_scale_ptr,
-    scale_inv_ptr,
-    amax_ptr,
-    noop_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    partials,
-    epsilon,
-    FMAX: gl.constexpr,
-    SCALE: gl.constexpr,
-    PARTIALS: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def cast_kernel(x_ptr, row_ptr, col_ptr, partial_ptr, given_scale_ptr, scale_inv_ptr, amax_ptr, noop_ptr, M, K,
+                stride_m, stride_k, partials, epsilon, FMAX: gl.constexpr, SCALE: gl.constexpr,
+                PARTIALS: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Bytes [M, K] and/or [K, M] under one scale: from `partials` maxima, or given (then amax is recorded)."""
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:

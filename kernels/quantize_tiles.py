@@ -23,32 +23,10 @@ from .quantize_device import (
 
 
 @jit
-def quantize_1d_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    row_amax_ptr,
-    col_ptr,
-    col_scale_ptr,
-    col_amax_ptr,
-    noop_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def quantize_1d_kernel(x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, noop_ptr,
+                       M, K, stride_m, stride_k, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr,
+                       B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:
             return
@@ -58,78 +36,18 @@ def quantize_1d_kernel(
     cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
     if col_ptr is not None:
-        emit_colwise(
-            x,
-            m0,
-            k0,
-            col_ptr,
-            col_scale_ptr,
-            col_amax_ptr,
-            col_scale_ld,
-            m0 // B,
-            epsilon,
-            M,
-            M,
-            K,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-            R,
-            C,
-            W,
-        )
+        emit_colwise(x, m0, k0, col_ptr, col_scale_ptr, col_amax_ptr, col_scale_ld, m0 // B, epsilon, M, M, K, FMAX, B,
+                     SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
     if row_ptr is not None:
-        emit_rowwise(
-            x,
-            rows,
-            m0,
-            cols,
-            k0,
-            row_ptr,
-            row_scale_ptr,
-            row_amax_ptr,
-            row_scale_ld,
-            epsilon,
-            M,
-            K,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        emit_rowwise(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, row_amax_ptr, row_scale_ld, epsilon, M, K, FMAX, B,
+                     SCALE, EVEN, BLOCK_M, BLOCK_K)
 
 
 @jit
-def quantize_2d_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    amax_ptr,
-    noop_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def quantize_2d_kernel(x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, noop_ptr, M, K, stride_m,
+                       stride_k, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr,
+                       SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                       R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:
             return
@@ -138,50 +56,13 @@ def quantize_2d_kernel(
     rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
-    emit_2d(
-        x,
-        rows,
-        m0,
-        cols,
-        k0,
-        row_ptr,
-        row_scale_ptr,
-        col_ptr,
-        col_scale_ptr,
-        amax_ptr,
-        row_scale_ld,
-        col_scale_ld,
-        epsilon,
-        M,
-        K,
-        FMAX,
-        B,
-        SCALE,
-        EVEN,
-        BLOCK_M,
-        BLOCK_K,
-        R,
-        C,
-        W,
-    )
+    emit_2d(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, row_scale_ld,
+            col_scale_ld, epsilon, M, K, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
 @jit
-def tile_amax_kernel(
-    x_ptr,
-    row_ptr,
-    col_ptr,
-    square_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    B: gl.constexpr,
-    BLOCK: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def tile_amax_kernel(x_ptr, row_ptr, col_ptr, square_ptr, M, K, stride_m, stride_k, B: gl.constexpr,
+                     BLOCK: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """FP32 amaxes of 1 x B tiles [ceil(K/B), M], B x 1 tiles [ceil(M/B), K], B x B tiles [ceil(M/B), ceil(K/B)]."""
     G: gl.constexpr = BLOCK // B
     L: gl.constexpr = tile_layout(BLOCK, BLOCK, R, C, W)

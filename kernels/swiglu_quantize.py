@@ -37,13 +37,17 @@ if TYPE_CHECKING:
 @jit
 def exp2_fast(x):
     """2^x for x <= 0 by the special-function unit; results below 2^-126 are zero."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @jit
 def reciprocal_fast(x):
     """1 / x for x between 1 and 2, within an ulp of FP32."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @jit
@@ -76,29 +80,9 @@ def swiglu_grad(dy, gate, up):
 
 
 @jit
-def swiglu_kernel(
-    x_ptr,
-    y_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    T,
-    F,
-    stride_t,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def swiglu_kernel(x_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, F, stride_t, row_scale_ld,
+                  col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
+                  BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
     rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
@@ -110,163 +94,36 @@ def swiglu_kernel(
         gl.store(y_ptr + tile_offsets(rows, cols, F, 1), to_compute_dtype(y, x_ptr.dtype.element_ty), mask=mask)
     y = round_through(y, x_ptr.dtype.element_ty)
     if col_ptr is not None:
-        emit_colwise(
-            y,
-            t0,
-            f0,
-            col_ptr,
-            col_scale_ptr,
-            None,
-            col_scale_ld,
-            t0 // B,
-            epsilon,
-            T,
-            T,
-            F,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-            R,
-            C,
-            W,
-        )
+        emit_colwise(y, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K, R, C, W)
     if row_ptr is not None:
-        emit_rowwise(
-            y,
-            rows,
-            t0,
-            cols,
-            f0,
-            row_ptr,
-            row_scale_ptr,
-            None,
-            row_scale_ld,
-            epsilon,
-            T,
-            F,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        emit_rowwise(y, rows, t0, cols, f0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, F, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K)
 
 
 @jit
-def emit_half(
-    d,
-    rows,
-    t0,
-    cols,
-    f0,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    T,
-    F2,
-    row_scale_ld,
-    col_scale_ld,
-    epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def emit_half(d, rows, t0, cols, f0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, F2, row_scale_ld, col_scale_ld,
+              epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """One half (gate or up) of d(fc1 output), whose columns in [T, 2f] are `cols`.
 
     Its tiles are tiles of the whole [T, 2f] only if f is a multiple of 128; otherwise the host asks for dx alone.
     """
     d = nonfinite_to_nan(d.to(gl.float32))
     if col_ptr is not None:
-        emit_colwise(
-            d,
-            t0,
-            f0,
-            col_ptr,
-            col_scale_ptr,
-            None,
-            col_scale_ld,
-            t0 // B,
-            epsilon,
-            T,
-            T,
-            F2,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-            R,
-            C,
-            W,
-        )
+        emit_colwise(d, t0, f0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, F2, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K, R, C, W)
     if row_ptr is not None:
-        emit_rowwise(
-            d,
-            rows,
-            t0,
-            cols,
-            f0,
-            row_ptr,
-            row_scale_ptr,
-            None,
-            row_scale_ld,
-            epsilon,
-            T,
-            F2,
-            FMAX,
-            B,
-            SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-        )
+        emit_rowwise(d, rows, t0, cols, f0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, F2, FMAX, B, SCALE,
+                     EVEN, BLOCK_M, BLOCK_K)
 
 
 @jit
-def swiglu_grad_kernel(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    y_col_ptr,
-    y_col_scale_ptr,
-    T,
-    F,
-    stride_dy,
-    stride_x,
-    row_scale_ld,
-    col_scale_ld,
-    y_scale_ld,
-    epsilon,
-    y_epsilon,
-    FMAX: gl.constexpr,
-    B: gl.constexpr,
-    SCALE: gl.constexpr,
-    Y_FMAX: gl.constexpr,
-    Y_B: gl.constexpr,
-    Y_SCALE: gl.constexpr,
-    EVEN: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    R: gl.constexpr,
-    C: gl.constexpr,
-    W: gl.constexpr,
-):
+def swiglu_grad_kernel(dy_ptr, x_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, y_col_ptr,
+                       y_col_scale_ptr, T, F, stride_dy, stride_x, row_scale_ld, col_scale_ld, y_scale_ld, epsilon,
+                       y_epsilon, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, Y_FMAX: gl.constexpr,
+                       Y_B: gl.constexpr, Y_SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Three results of one tile are quantized one after the other; those that wait do so in shared memory.
 
     In registers they would leave room for only one program a multiprocessor.
@@ -289,79 +146,12 @@ def swiglu_grad_kernel(
     d_gate = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_gate)
     d_up = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_up)
     if y_col_ptr is not None:
-        emit_colwise(
-            round_through(y, dtype),
-            t0,
-            f0,
-            y_col_ptr,
-            y_col_scale_ptr,
-            None,
-            y_scale_ld,
-            t0 // Y_B,
-            y_epsilon,
-            T,
-            T,
-            F,
-            Y_FMAX,
-            Y_B,
-            Y_SCALE,
-            EVEN,
-            BLOCK_M,
-            BLOCK_K,
-            R,
-            C,
-            W,
-        )
-    emit_half(
-        d_gate.load(L),
-        rows,
-        t0,
-        cols,
-        f0,
-        row_ptr,
-        row_scale_ptr,
-        col_ptr,
-        col_scale_ptr,
-        T,
-        2 * F,
-        row_scale_ld,
-        col_scale_ld,
-        epsilon,
-        FMAX,
-        B,
-        SCALE,
-        EVEN,
-        BLOCK_M,
-        BLOCK_K,
-        R,
-        C,
-        W,
-    )
-    emit_half(
-        d_up.load(L),
-        rows,
-        t0,
-        cols + F,
-        f0 + F,
-        row_ptr,
-        row_scale_ptr,
-        col_ptr,
-        col_scale_ptr,
-        T,
-        2 * F,
-        row_scale_ld,
-        col_scale_ld,
-        epsilon,
-        FMAX,
-        B,
-        SCALE,
-        EVEN,
-        BLOCK_M,
-        BLOCK_K,
-        R,
-        C,
-        W,
-    )
+        emit_colwise(round_through(y, dtype), t0, f0, y_col_ptr, y_col_scale_ptr, None, y_scale_ld, t0 // Y_B,
+                     y_epsilon, T, T, F, Y_FMAX, Y_B, Y_SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_gate.load(L), rows, t0, cols, f0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, 2 * F,
+              row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_half(d_up.load(L), rows, t0, cols + F, f0 + F, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, 2 * F,
+              row_scale_ld, col_scale_ld, epsilon, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class SwigluQuantized(NamedTuple):
@@ -381,9 +171,8 @@ class SwigluGradQuantized(NamedTuple):
     dx: Tensor | None
 
 
-def swiglu_quantize(
-    x: Tensor, spec: Spec, *, rowwise: bool = True, colwise: bool = False, high_precision: bool = False
-) -> SwigluQuantized:
+def swiglu_quantize(x: Tensor, spec: Spec, *, rowwise: bool = True, colwise: bool = False,
+                    high_precision: bool = False) -> SwigluQuantized:
     """silu(gate) * up of `x [T, 2f]` (BF16 or FP16, contiguous rows), quantized under 1D tiles.
 
     high_precision: also return y. Raises ValueError for other tiles, dtypes or strides.
@@ -396,33 +185,14 @@ def swiglu_quantize(
     config = SWIGLU_ROWS if not colwise else SWIGLU_BOTH if rowwise else SWIGLU_COLUMNS
     if T and F:
         swiglu_kernel[config.grid(T, F, x.device)](
-            x,
-            y,
-            *pointers(row),
-            *pointers(col),
-            T,
-            F,
-            x.stride(0),
-            scale_ld(row),
-            scale_ld(col),
-            tile_epsilon(spec),
-            EVEN=config.even(T, F),
-            **spec_arguments(spec),
-            **config.options(),
-        )
+            x, y, *pointers(row), *pointers(col), T, F, x.stride(0), scale_ld(row), scale_ld(col),
+            tile_epsilon(spec), EVEN=config.even(T, F), **spec_arguments(spec),
+            **config.options())
     return SwigluQuantized(row, col, y)
 
 
-def swiglu_grad_quantize(
-    dy: Tensor,
-    x: Tensor,
-    spec: Spec,
-    *,
-    rowwise: bool = True,
-    colwise: bool = True,
-    y_spec: Spec | None = None,
-    high_precision: bool = False,
-) -> SwigluGradQuantized:
+def swiglu_grad_quantize(dy: Tensor, x: Tensor, spec: Spec, *, rowwise: bool = True, colwise: bool = True,
+                         y_spec: Spec | None = None, high_precision: bool = False) -> SwigluGradQuantized:
     """Gradient of SwiGLU: `dy [T, f]`, fc1's output `x [T, 2f]` -> d(fc1 output) quantized by `spec` (1D tiles).
 
     y_spec: also return SwiGLU's recomputed output, quantized colwise by it (fc2's input role; 1D tiles).
@@ -431,10 +201,8 @@ def swiglu_grad_quantize(
     _check("swiglu_grad_quantize", x, spec)
     T, F = x.shape[0], x.shape[1] // 2
     if dy.shape != (T, F) or dy.dtype != x.dtype or dy.stride(1) != 1:
-        raise ValueError(
-            f"swiglu_grad_quantize: dy must be {x.dtype} [{T}, {F}] with contiguous rows, "
-            f"got {dy.dtype} {tuple(dy.shape)} of strides {dy.stride()}"
-        )
+        raise ValueError(f"swiglu_grad_quantize: dy must be {x.dtype} [{T}, {F}] with contiguous rows, "
+                         f"got {dy.dtype} {tuple(dy.shape)} of strides {dy.stride()}")
     fused = F % BLOCK == 0  # otherwise register tiles of [T, 2f] straddle gate and up
     dx = torch.empty(T, 2 * F, dtype=x.dtype, device=x.device) if high_precision or not fused else None
     row = allocate(T, 2 * F, spec, x.device) if rowwise and fused else None
@@ -444,26 +212,10 @@ def swiglu_grad_quantize(
     config = SWIGLU_GRAD if dx is None else SWIGLU_GRAD_HIGH_PRECISION
     if T and F:
         swiglu_grad_kernel[config.grid(T, F, x.device)](
-            dy,
-            x,
-            dx,
-            *pointers(row),
-            *pointers(col),
-            *pointers(y_col),
-            T,
-            F,
-            dy.stride(0),
-            x.stride(0),
-            scale_ld(row),
-            scale_ld(col),
-            scale_ld(y_col),
-            tile_epsilon(spec),
-            tile_epsilon(y_spec or spec),
-            EVEN=config.even(T, F),
-            **spec_arguments(spec),
-            **y_args,
-            **config.options(),
-        )
+            dy, x, dx, *pointers(row), *pointers(col), *pointers(y_col), T, F, dy.stride(0),
+            x.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col), tile_epsilon(spec),
+            tile_epsilon(y_spec or spec), EVEN=config.even(T, F), **spec_arguments(spec),
+            **y_args, **config.options())
     if not fused:
         row, col = quantize(dx, spec, rowwise, colwise)
     return SwigluGradQuantized(row, col, y_col, dx if high_precision else None)
@@ -471,12 +223,8 @@ def swiglu_grad_quantize(
 
 def _check(name: str, x: Tensor, spec: Spec) -> None:
     if x.dim() != 2 or x.shape[1] % 2 or x.stride(1) != 1 or x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"{name}: x must be BF16 or FP16 [T, 2f] with contiguous rows, "
-            f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}"
-        )
+        raise ValueError(f"{name}: x must be BF16 or FP16 [T, 2f] with contiguous rows, "
+                         f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}")
     if spec.tile.kind != "1d" or BLOCK % spec.tile.block:
-        raise ValueError(
-            f"{name}: needs 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
-            "keep the result in high precision, then call quantize"
-        )
+        raise ValueError(f"{name}: needs 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
+                         "keep the result in high precision, then call quantize")

@@ -32,6 +32,18 @@ def _world_size(env: Mapping[str, str]) -> int:
     return int(text)
 
 
+def padded_vocab_size(
+    vocab_size: int,
+    make_vocab_size_divisible_by: int = 128,
+    tensor_model_parallel_size: int = 1,
+    extra_vocab_size: int = 0,
+) -> int:
+    """Rows of the embedding: ids in use (plus `--extra-vocab-size`), rounded up to a multiple of the product of
+    `--make-vocab-size-divisible-by` and the tensor-parallel size, as Megatron does."""
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-(vocab_size + extra_vocab_size) // multiple) * multiple
+
+
 def with_vocab_size(config: Config, vocab_size: int) -> Config:
     """Returns `config` with `model.unpadded_vocab_size`, the ids in use, and `model.padded_vocab_size`, the rows.
 
@@ -51,8 +63,9 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
             raise ValueError(f"--vocab-size {wanted} is less than the tokenizer's {vocab_size} tokens; leave it out")
         vocab_size = wanted
     tokens = vocab_size + config.data.extra_vocab_size
-    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return config.replace(unpadded_vocab_size=tokens, padded_vocab_size=-(-tokens // multiple) * multiple)
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    rows = padded_vocab_size(tokens, config.model.make_vocab_size_divisible_by, tensor_parallel)
+    return config.replace(unpadded_vocab_size=tokens, padded_vocab_size=rows)
 
 
 def _parallel(config: Config) -> Config:

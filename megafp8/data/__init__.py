@@ -16,7 +16,7 @@ nothing to evaluate. An evaluation makes its own loader from `consumed_samples=0
 and ends its worker processes with `close()`.
 
 Every process builds everything by itself, no process group needed: indices come from a cache on disk that is safe to
-share. `padded_vocab_size` gives the rows of the embedding.
+share. The rows of the embedding follow from `config.with_vocab_size`.
 
 Every mistake in flags or files raises ValueError with one line that says how to mend it.
 """
@@ -26,7 +26,6 @@ from megafp8.data.build import Datasets, SampleCounts, build_datasets, sample_co
 from megafp8.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megafp8.data.loader import build_loader
 from megafp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megafp8.data.vocabulary import padded_vocab_size
 
 __all__ = [
     "TOKENIZER_TYPES",
@@ -41,6 +40,5 @@ __all__ = [
     "build_loader",
     "build_tokenizer",
     "make_batch",
-    "padded_vocab_size",
     "sample_counts",
 ]

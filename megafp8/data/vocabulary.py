@@ -1,4 +1,4 @@
-"""Sizes of vocabularies, and the check that a corpus fits one."""
+"""The check that a corpus fits a vocabulary."""
 
 import os
 
@@ -6,18 +6,6 @@ import numpy as np
 
 from megafp8.data.cache import cached_arrays
 from megafp8.data.indexed import IndexedDataset, token_path
-
-
-def padded_vocab_size(
-    vocab_size: int,
-    make_vocab_size_divisible_by: int = 128,
-    tensor_model_parallel_size: int = 1,
-    extra_vocab_size: int = 0,
-) -> int:
-    """Rows of the embedding: ids in use (plus `--extra-vocab-size`), rounded up to a multiple of the product of
-    `--make-vocab-size-divisible-by` and the tensor-parallel size, as Megatron does."""
-    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
-    return -(-(vocab_size + extra_vocab_size) // multiple) * multiple
 
 
 def check_token_ids(dataset: IndexedDataset, vocab_size: int, cache_dir: str | os.PathLike | None = None) -> None:

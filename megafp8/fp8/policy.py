@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from megafp8.config import Config
+from megafp8.config.fp8 import DEFAULT_RECIPE
 from megafp8.fp8.recipe import Recipe, get_recipe
 
 
@@ -44,7 +45,7 @@ def recipe_of(config: Config) -> Recipe | None:
     fp8 = config.fp8
     if not fp8.enabled:
         return None
-    name = fp8.fp8_recipe or ("blockwise" if fp8.fp8_format == "e4m3" else "tensorwise")
+    name = fp8.fp8_recipe or DEFAULT_RECIPE[fp8.fp8_format]
     axes = {
         "fp8_format": fp8.fp8_format,
         "power_of_two_scales": fp8.fp8_power_of_two_scales,

@@ -165,7 +165,7 @@ PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "moe_layers": {"moe_layer_freq"},
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
     "window": {"window_size"},
-    "layout_sizes": {"context_parallel_size"},
+    "layout_sizes": {"context_parallel_size", "tensor_model_parallel_size"},
     "BatchSize": {"rampup_batch_size"},
     "pipeline_stages": {
         *("pipeline_model_parallel_size", "pipeline_model_parallel_layout"),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megafp8.config import parse_args
-from megafp8.data import SampleCounts, build_datasets, build_loader, build_tokenizer, padded_vocab_size, sample_counts
+from megafp8.config.resolve import padded_vocab_size
+from megafp8.data import SampleCounts, build_datasets, build_loader, build_tokenizer, sample_counts
 from megafp8.data.indexed import IndexedDataset
 from tests.data.helpers import data_flags, random_documents, write_dataset
 

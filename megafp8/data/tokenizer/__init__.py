@@ -4,6 +4,7 @@ Each has `encode(text) -> list[int]`, `decode(ids) -> str`, `vocab_size`, `eod`,
 `base.Tokenizer`). Checkpoints store the fingerprint, so that a run can't go on with another tokenizer unnoticed.
 """
 
+from megafp8.config.data import TOKENIZERS as TOKENIZER_TYPES
 from megafp8.data.tokenizer.base import Tokenizer
 from megafp8.data.tokenizer.huggingface import GPT2BPETokenizer, HuggingFaceTokenizer
 from megafp8.data.tokenizer.plain import ByteTokenizer, NullTokenizer
@@ -22,14 +23,6 @@ __all__ = [
     "build_tokenizer",
 ]
 
-TOKENIZER_TYPES = (
-    "ByteTokenizer",
-    "SentencePieceTokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
 
 _OTHERS = {  # Megatron's other names -> the mend
     "Llama2Tokenizer": "use SentencePieceTokenizer with the same --tokenizer-model",
