@@ -5,6 +5,9 @@
     dgrad   dY rowwise [M, N]      W colwise  [K, N]      dX [M, K]
     wgrad   dY colwise [N, M]      X colwise  [K, M]      dW [N, K], FP32, may be added into a buffer
 
+The grouped ones do this for every expert in one call: tokens are sorted by expert in one buffer, `ends` (int32 `[G]`,
+on the device) is one past each expert's last token, weights are `[G, N, K]`.
+
 Every product is `A @ B.T` of K-major operands, the only layout that Hopper's FP8 tensor cores take. Nobody assumes
 that: `needs` says which orientations the GEMMs of a device want.
 """
@@ -12,6 +15,7 @@ that: `needs` says which orientations the GEMMs of a device want.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -100,12 +104,64 @@ def wgrad(
     return out.add_(product)
 
 
+def grouped_fprop(
+    x: QuantizedStorage,
+    weight: QuantizedStorage,
+    ends: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """`Y [T, N]`: `Y[t] = X[t] @ W[g].T` for the tokens t of expert g, rounded once to `out_dtype`.
+
+    x: rowwise `[T, K]`; scales `[T, ceil(K/B)]`, tensorwise `[G]`.
+    weight: rowwise, data `[G, N, K]`, scales `[G, ceil(N/B), ceil(K/B)]` (1D tiles `[G, N, ceil(K/B)]`), tensorwise
+    `[G]`. Experts may lie apart: any first stride.
+    ends: int32 `[G]` on the operands' device. An expert may have any number of tokens, and padding gains no speed here.
+    Rows of X past the last end are not read, those of Y not written: they hold whatever the allocator left.
+    """
+    return _multiply_grouped(_oriented(x, "rowwise"), _oriented(weight, "rowwise"), ends, out_dtype, backend)
+
+
+def grouped_dgrad(
+    grad_output: QuantizedStorage,
+    weight: QuantizedStorage,
+    ends: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Tensor:
+    """`dX [T, K]`: `dX[t] = dY[t] @ W[g]` for the tokens t of expert g, rounded once to `out_dtype`.
+
+    grad_output: rowwise `[T, N]`. weight: colwise, data `[G, K, N]`. All else as in `grouped_fprop`.
+    """
+    return _multiply_grouped(_oriented(grad_output, "rowwise"), _oriented(weight, "colwise"), ends, out_dtype, backend)
+
+
+def grouped_wgrad(
+    grad_output: QuantizedStorage,
+    x: QuantizedStorage,
+    ends: Tensor,
+    out: Tensor | None = None,
+    alignment: int = 1,
+    backend: str = "auto",
+) -> Tensor:
+    """`dW [G, N, K]`: `dW[g] = dY[tokens of g].T @ X[tokens of g]` in FP32; with `out` (FP32) `out += dW`, returned.
+
+    grad_output, x: colwise `[N, T]`, `[K, T]`, whose tiles restart at each expert's first token: scales
+    `[N or K, S]`, S at least `sum(ceil(m_g / B))`; tensorwise `[G]`. Tokens past the last end are not read.
+    out: any first stride (experts may lie apart), rows contiguous. An expert without tokens gets zeros, or adds
+    nothing. alignment: a promise that all `ends` are multiples of it (rows of zeros fill up an expert's tokens). At
+    multiples of 16 the kernels read the operands in place, else they copy both first.
+    """
+    return _wgrad_grouped(_oriented(grad_output, "colwise"), _oriented(x, "colwise"), ends, out, alignment, backend)
+
+
 def _oriented(storage: QuantizedStorage, orientation: str) -> QuantizedStorage:
     """The operand K-major for a GEMM; another layout of tensorwise bytes is a view."""
     if storage.orientation == orientation:
         return storage
     assert storage.tile.kind == "tensor", f"{orientation} copy is missing"
-    return QuantizedStorage(storage.data.t(), storage.scale_inv, storage.tile, storage.scale, orientation)
+    data = storage.data.transpose(-1, -2)
+    return QuantizedStorage(data, storage.scale_inv, storage.tile, storage.scale, orientation)
 
 
 def _multiply(
@@ -132,6 +188,55 @@ def _multiply(
     if bias is None:
         return product(a, b, out_dtype)
     return product(a, b).add_(bias).to(out_dtype)
+
+
+def _multiply_grouped(
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, backend: str
+) -> Tensor:
+    """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
+    out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
+    start = 0
+    for part, weight, end in zip(_tokens(a, ends, 0), _experts(b), ends.tolist(), strict=True):
+        out[start:end] = _multiply(part, weight, None, out_dtype, backend)
+        start = end
+    return out
+
+
+def _wgrad_grouped(
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str
+) -> Tensor:
+    """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
+    if out is None:
+        out = torch.zeros(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device)
+    assert out.dtype == torch.float32
+    for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
+        if part_a.data.numel():
+            out[index].add_(_multiply(part_a, part_b, None, torch.float32, backend))
+    return out
+
+
+def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[QuantizedStorage]:
+    """Each expert's tokens, which lie along `dim`. Waits for the device."""
+    start = tile = 0
+    for index, end in enumerate(ends.tolist()):
+        data = storage.data.narrow(dim, start, end - start)
+        if storage.tile.kind == "tensor":
+            scale_inv = storage.scale_inv[index : index + 1]
+        elif dim == 0:
+            scale_inv = storage.scale_inv[start:end]
+        else:
+            tiles = -(-(end - start) // storage.tile.block)
+            scale_inv = storage.scale_inv.narrow(dim, tile, tiles)
+            tile += tiles
+        yield QuantizedStorage(data, scale_inv, storage.tile, storage.scale, storage.orientation)
+        start = end
+
+
+def _experts(weight: QuantizedStorage) -> Iterator[QuantizedStorage]:
+    """Each expert's weight."""
+    for index in range(weight.data.shape[0]):
+        scale_inv = weight.scale_inv[index : index + 1] if weight.tile.kind == "tensor" else weight.scale_inv[index]
+        yield QuantizedStorage(weight.data[index], scale_inv, weight.tile, weight.scale, weight.orientation)
 
 
 @cache
