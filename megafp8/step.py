@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,14 @@ class WgradSink(Protocol):
         ...
 
 
+class OperandObserver(Protocol):
+    """Looks at the operands of FP8 GEMMs when they are quantized; it changes none of them."""
+
+    def see(self, place: str, x: Tensor, quantized: Any) -> None:
+        """place: "<linear>/<role>". x: what was quantized, [M, K]; quantized: its `fp8.storage.Quantized`."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepContext:
     """phase: train, eval or recompute; microbatch: number within the iteration, from 0.
@@ -77,6 +85,8 @@ class StepContext:
     scaling: delayed scaling's history; None where the recipe has none.
     statistics: where modules report numbers, if `records`; None: nowhere.
     wgrads: where linears leave their weight gradients; None: they are computed in backward.
+    observer: sees the operands that are quantized in this step, each once; None: nobody looks. A producer with a fused
+        quantization never holds the high-precision operand: under an observer it takes its plain path (same bytes).
     sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
     """
 
@@ -89,6 +99,7 @@ class StepContext:
     scaling: ScalingHistory | None = None
     statistics: Statistics | None = None
     wgrads: WgradSink | None = None
+    observer: OperandObserver | None = None
 
     @property
     def training(self) -> bool:

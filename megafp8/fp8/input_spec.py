@@ -24,7 +24,7 @@ class Scaling:
     """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name.
 
     cut: how the tensor lies over the ranks of `axis`; None: this rank has the whole. grid: of features whose cut goes
-    through tiles; the rowwise copy is padded then.
+    through tiles; the rowwise copy is padded then. place: "<linear>/<role>", for the step's observer.
     """
 
     quantizer: Quantizer
@@ -33,6 +33,7 @@ class Scaling:
     axis: Axis = Axis()
     cut: Cut | None = None
     grid: FeatureGrid | None = None
+    place: str | None = None
 
     @property
     def history(self) -> ScalingHistory | None:
@@ -43,6 +44,15 @@ class Scaling:
         return self.history.scale(self.name) if self.history is not None else None
 
     def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
+        """record: whether this is the step's first look at the tensor: for the history, and for the observer."""
+        quantized = self._quantize(x, rowwise, colwise, record)
+        observer = self.step.observer if record and self.step is not None else None
+        if observer is not None and self.place is not None:
+            padded = self.cut == "features" and self.grid is not None and rowwise
+            observer.see(self.place, self.grid.pad(x, 1) if padded else x, quantized)
+        return quantized
+
+    def _quantize(self, x: Tensor, rowwise: bool, colwise: bool, record: bool) -> Quantized:
         if self.quantizer.spec.tile.kind != "tensor":
             if self.cut == "rows":
                 return quantize_rows(self.quantizer, x, self.axis, rowwise, colwise)
@@ -66,7 +76,8 @@ class InputSpec:
 
     dtype: of the high-precision values. quantizer: None for high precision. colwise: backward needs that copy.
     requantizes: backward quantizes the high-precision input again, which somebody else keeps anyway; the linear then
-    holds no copy of it, and the producer hands it over unquantized. comm: how the values lie over the ranks.
+    holds no copy of it, and the producer hands it over unquantized. comm: how the values lie over the ranks. place:
+    "<linear>/input", for the step's observer.
     """
 
     dtype: torch.dtype
@@ -76,9 +87,10 @@ class InputSpec:
     requantizes: bool = False
     history_name: str | None = None
     comm: CommPlan = ALONE
+    place: str | None = None
 
     def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
         """`x [M, K]` quantized as the consumer would."""
         comm = self.comm
-        scaling = Scaling(self.quantizer, self.history_name, step, comm.axis, comm.cut("input"), comm.grid)
+        scaling = Scaling(self.quantizer, self.history_name, step, comm.axis, comm.cut("input"), comm.grid, self.place)
         return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)

@@ -91,6 +91,7 @@ class Linear(nn.Module):
             requantizes=self.requantize_input,
             history_name=history_name,
             comm=self.comm,
+            place=f"{self.name}/input" if self.name else None,
         )
 
     def history_tensors(self) -> dict[str, float]:

@@ -51,7 +51,8 @@ class LinearArgs:
         """`whole`: the tensor has been gathered already."""
         name = f"{self.name}/{role}" if self.recipe.uses_history else None
         cut = None if whole else self.comm.cut(role)
-        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut, self.comm.grid)
+        place = f"{self.name}/{role}" if self.name else None
+        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut, self.comm.grid, place)
 
     @property
     def defers(self) -> bool:
@@ -264,7 +265,7 @@ def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: set[str]) -> tuple[Te
         return dx, Quantized(row, row.flipped() if colwise else None)
     scaling = args.scaling("grad_output", whole=True)
     dx, whole = comm.dgrad_gathering(dy, lambda dy: multiply(scaling.quantize(dy, True, False, record=False).rowwise))
-    return dx, scaling.quantize(whole, False, True, record=False) if colwise else None
+    return dx, scaling.quantize(whole, False, True, record=record) if colwise else None
 
 
 def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
