@@ -33,9 +33,13 @@ class Experts(nn.ModuleList):
         """x: [R, hidden], rows by expert; counts: rows of each; weights: FP32 [R]. Returns [R, hidden].
 
         An expert without rows runs too: its weights' gradients are zero, and they become ready like all others.
+        Rows past the last expert's are nobody's: zeros.
         """
-        parts = zip(self, x.split(counts), weights.split(counts), strict=True)
-        return torch.cat([expert(rows, step, part) for expert, rows, part in parts])
+        rest = x.shape[0] - sum(counts)
+        *rows, nobodys = x.split([*counts, rest])
+        *parts, _ = weights.split([*counts, rest])
+        outputs = [expert(own, step, part) for expert, own, part in zip(self, rows, parts, strict=True)]
+        return torch.cat(outputs + [torch.zeros_like(nobodys)] * (rest > 0))
 
 
 class SharedExperts(MLP):

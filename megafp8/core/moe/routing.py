@@ -83,8 +83,13 @@ def _within_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
-    """How many tokens go to each expert, int64 [E]."""
-    return torch.bincount(experts.reshape(-1), minlength=num_experts)
+    """How many tokens go to each expert, int64 [E]; the expert E, a dropped choice, counts nowhere.
+
+    Nothing waits for the device, as `bincount` would for the largest number.
+    """
+    flat = experts.reshape(-1)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def balance_loss(logits: Tensor, rule: RoutingRule, sequences: int = 1) -> Tensor:

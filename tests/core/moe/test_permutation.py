@@ -62,3 +62,49 @@ def test_few_tokens(tokens):
     assert torch.equal(out, x)
     out.sum().backward()
     assert torch.equal(x.grad, torch.ones(tokens, WIDTH))
+
+
+# Dropped choices (the expert E), and experts filled up to a capacity
+
+
+def dropped(seed: int = 0) -> torch.Tensor:
+    where = experts(seed)
+    return where.masked_fill(torch.rand(where.shape, generator=torch.Generator().manual_seed(seed)) < 0.3, EXPERTS)
+
+
+@pytest.mark.parametrize("capacity", [None, TOKENS, 22])
+def test_dropped_choices_have_no_effect_either_way(capacity):
+    """NaN in the rows of what is dropped, in values and in gradients, reaches nobody."""
+    where = dropped()
+    order = Permutation.of(where, EXPERTS, drops=True, capacity=capacity)
+    own = torch.bincount(where.flatten(), minlength=EXPERTS + 1)[:-1].tolist()
+    assert order.counts.tolist() == (own if capacity is None else [capacity] * EXPERTS)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weights = torch.randn(TOKENS, TOPK, requires_grad=True)
+    rows, spread = permute(x, order), permute_weights(weights, order)
+    valid = torch.arange(len(rows)) < order.counts.sum()
+    y = torch.where(valid[:, None], rows * spread[:, None], torch.nan)
+    y.register_hook(lambda grad: torch.where(valid[:, None], grad, torch.nan))
+    rows.register_hook(lambda grad: torch.where(valid[:, None], grad, torch.nan))
+    spread.register_hook(lambda grad: torch.where(valid, grad, torch.nan))
+    out, grad = combine(y, order), torch.randn(TOKENS, WIDTH)
+    out.backward(grad)
+
+    kept = (where < EXPERTS).float()
+    share = (weights.detach() * kept).sum(1, keepdim=True)
+    torch.testing.assert_close(out, share * x.detach())
+    torch.testing.assert_close(x.grad, share * grad)
+    torch.testing.assert_close(weights.grad, kept * (x.detach() * grad).sum(1, keepdim=True))
+
+
+def test_filled_rows_are_zeros_behind_their_experts_own():
+    where, capacity = dropped(), 30
+    order = Permutation.of(where, EXPERTS, drops=True, capacity=capacity)
+    plain = Permutation.of(where, EXPERTS, drops=True)
+    x = torch.randn(TOKENS, WIDTH)
+    filled, own = permute(x, order).view(EXPERTS, capacity, WIDTH), permute(x, plain)
+    for expert, part in enumerate(own.split([*plain.counts.tolist(), int((where == EXPERTS).sum())])[:-1]):
+        assert torch.equal(filled[expert, : len(part)], part)
+        assert not filled[expert, len(part) :].any()
+    grad = torch.autograd.grad(combine(y := torch.randn(EXPERTS * capacity, WIDTH).requires_grad_(), order).sum(), y)[0]
+    assert torch.equal(grad.any(1), ~order.empty)
