@@ -43,6 +43,13 @@ class Scaling:
     def scale(self) -> Tensor | None:
         return self.history.scale(self.name) if self.history is not None else None
 
+    def is_local(self, rows: int) -> bool:
+        """Whether `rows` rows of this rank alone decide on their bytes: no history, no tile or scale that is shared."""
+        tile = self.quantizer.spec.tile
+        if self.name is not None or tile.kind == "tensor" or self.grid is not None:
+            return False
+        return self.cut is None or self.cut == "features" or rows % tile.block == 0
+
     def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
         """record: whether this is the step's first look at the tensor: for the history, and for the observer."""
         quantized = self._quantize(x, rowwise, colwise, record)

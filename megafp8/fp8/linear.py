@@ -16,6 +16,7 @@ from megafp8.fp8.formats import Scale
 from megafp8.fp8.input_spec import InputSpec
 from megafp8.fp8.linear_function import LinearArgs, LinearFunction
 from megafp8.fp8.param import Weight
+from megafp8.fp8.producer import Producer, Want
 from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.params import ParamSpec, attach_spec
 from megafp8.step import Phase, ScalingHistory, StepContext
@@ -94,6 +95,22 @@ class Linear(nn.Module):
             place=f"{self.name}/input" if self.name else None,
         )
 
+    @property
+    def takes_producer(self) -> bool:
+        """Whether `forward` runs a producer inside: where the input is quantized here."""
+        return self.input_spec(training=False).quantizer is not None
+
+    def grad_want(self) -> Want | None:
+        """How a producer that consumes this linear's output should hand over its gradient; None: in high precision."""
+        if self.recipe is None or self.bias is not None or self.comm.gathers_grad_output or self.comm.grid is not None:
+            return None
+        quantizer = self.recipe.quantizer("grad_output")
+        if quantizer.spec.tile.kind == "tensor" or self.recipe.uses_history:
+            return None
+        needs = gemm.needs(self.recipe, "grad_output", self.weight.device)
+        wgrad = {needs["wgrad"]} if self.weight.requires_grad else set()
+        return Want(quantizer, "rowwise" in {needs["dgrad"], *wgrad}, "colwise" in {needs["dgrad"], *wgrad})
+
     def history_tensors(self) -> dict[str, float]:
         """Global name -> largest finite value of each tensor whose scale comes from a history."""
         if self.recipe is None or not self.recipe.uses_history:
@@ -110,9 +127,21 @@ class Linear(nn.Module):
         scale_bytes = 1 if spec.scale is Scale.E8M0 else 4
         return rows * self.in_features + math.prod(spec.tile.scale_shape(self.in_features, rows)) * scale_bytes
 
-    def forward(self, x: Tensor, step: StepContext | None = None) -> Tensor:
-        """x: [..., in_features], high precision or QuantizedTensor. Returns [..., out_features]."""
-        if x.shape[-1] != self.in_features:
+    def forward(
+        self,
+        x: Tensor,
+        step: StepContext | None = None,
+        *,
+        producer: Producer | None = None,
+        tensors: tuple[Tensor, ...] = (),
+        grad_want: Want | None = None,
+    ) -> Tensor:
+        """x: [..., in_features], high precision or QuantizedTensor. Returns [..., out_features].
+
+        producer: makes the input from `x` [..., any] and `tensors`, where `takes_producer`; then `requantize_input`
+        means that it makes it again in backward. grad_want: how the gradient of `x` is wanted then.
+        """
+        if producer is None and x.shape[-1] != self.in_features:
             raise ValueError(f"linear {self.name or ''} takes {self.in_features} features, got {tuple(x.shape)}")
         step = self._step(step)
         autocast = torch.is_autocast_enabled(x.device.type)
@@ -126,8 +155,11 @@ class Linear(nn.Module):
             backend=self.gemm_backend,
             keep=torch.is_grad_enabled(),
             dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
+            producer=producer,
+            grad_want=grad_want,
         )
-        y = LinearFunction.apply(x.reshape(-1, self.in_features), self.weight, self.bias, args)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        y = LinearFunction.apply(rows, self.weight, self.bias, args, *tensors)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _step(self, step: StepContext | None) -> StepContext | None:

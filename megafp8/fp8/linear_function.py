@@ -4,6 +4,8 @@
     dgrad   dX = Q(dY) @ Q(W)
     wgrad   dW += Q(dY).T @ Q(X)          FP32, into the gradient sink's buffer
 
+X may be made on the spot by a producer, such as a norm or SwiGLU; then dX goes through its gradient on the way out.
+
 Without a recipe the same function multiplies in high precision and still accumulates wgrad in FP32. What is exchanged
 with tensor-parallel peers, a CommPlan says.
 """
@@ -22,6 +24,7 @@ from megafp8.fp8 import gemm
 from megafp8.fp8.comm import CommPlan
 from megafp8.fp8.input_spec import Scaling
 from megafp8.fp8.param import Weight
+from megafp8.fp8.producer import Gradients, Producer, Tensors, Want
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
@@ -34,7 +37,8 @@ class LinearArgs:
     """What the autograd function is told besides its tensors.
 
     name: global name of the weight, under which a history is kept. keep: whether backward may follow. dtype: of the
-    output and of dX.
+    output and of dX. producer: makes the input; with `requantize_input` backward has it made again. grad_want: how the
+    producer's dX is wanted.
     """
 
     weight: Weight
@@ -46,6 +50,8 @@ class LinearArgs:
     backend: str
     keep: bool
     dtype: torch.dtype
+    producer: Producer | None = None
+    grad_want: Want | None = None
 
     def scaling(self, role: str, *, whole: bool = False) -> Scaling:
         """`whole`: the tensor has been gathered already."""
@@ -67,6 +73,11 @@ class LinearArgs:
     def needs(self, role: str) -> dict[str, str]:
         return gemm.needs(self.recipe, role, self.weight.param.device)
 
+    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
+        """How a producer should hand over its value; None: in high precision."""
+        scaling = self.scaling("input")
+        return Want(scaling.quantizer, rowwise, colwise) if scaling.is_local(rows) else None
+
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
         return self.weight.operand(gemm_name, self.scaling("weight").scale)
 
@@ -76,12 +87,17 @@ def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x: [M, K], high precision or QuantizedTensor. Returns [M, N] in `args.dtype`."""
+    """x: [M, K], high precision or QuantizedTensor; with a producer its input, and `tensors` its others.
+
+    Returns [M, N] in `args.dtype`.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs, *tensors: Tensor) -> Tensor:
         ctx.args, ctx.bias = args, bias
-        needs_wgrad = args.keep and weight.requires_grad
+        needs_wgrad, made = args.keep and weight.requires_grad, ()
+        if args.producer is not None:
+            x, made = _produce(x, tensors, args, needs_wgrad)
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
             y, kept = args.comm.fprop(x, lambda x: F.linear(x, weight.to(args.dtype), _early(bias, args))), x
@@ -89,24 +105,67 @@ class LinearFunction(torch.autograd.Function):
             y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
         if bias is not None and args.comm.sums_output:  # once, to the sum over the ranks
             y = y + bias
-        tensors, ctx.rebuild = _to_save(kept if needs_wgrad else None)
+        own, ctx.rebuild = _to_save(kept if needs_wgrad else None)
+        ctx.counts = len(own), len(made)
         # The weight is saved so that PyTorch refuses a backward after it was written to.
-        ctx.save_for_backward(weight, *tensors)
+        ctx.save_for_backward(weight, *own, *made, *tensors)
         return y
 
     @staticmethod
     @once_differentiable  # a gradient of the gradient would silently lack this linear
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        args = ctx.args
-        weight, *kept = ctx.saved_tensors
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        args, (own, made) = ctx.args, ctx.counts
+        weight, *saved = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        x = ctx.rebuild(*kept)
+        needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[4:])
+        x = ctx.rebuild(*saved[:own])
+        if args.producer is not None:
+            x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made :]))
         run = _backward_high_precision if args.recipe is None else _backward_fp8
-        dx, wgrad = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
+        dx, wgrad, others = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
         dw = _deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
-        return dx, dw, db, None
+        return dx, dw, db, None, *others
+
+
+def _produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
+    """The producer's value, quantized where it alone decides on the bytes, and what it keeps."""
+    colwise = needs_wgrad and args.needs("input")["wgrad"] == "colwise" and not args.requantize_input
+    value, made = args.producer.produce(x, tensors, args.input_want(x.shape[0], True, colwise))
+    return value, made if args.keep else ()
+
+
+@dataclass(frozen=True)
+class Remade:
+    """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again."""
+
+    args: LinearArgs
+    kept: QuantizedStorage | None
+    made: Tensors
+    tensors: Tensors
+
+    def _want(self) -> Want | None:
+        orientation = self.args.needs("input")["wgrad"]
+        return self.args.input_want(self.made[0].shape[0], orientation == "rowwise", orientation == "colwise")
+
+    def again(self) -> Tensor | QuantizedStorage:
+        """The value for wgrad, without a gradient."""
+        if self.kept is not None:
+            return self.kept
+        return self._operand(self.args.producer.remake(self.made, self.tensors, self._want()))
+
+    def gradient(self, grad: Tensor, needs_value: bool) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
+        """The producer's gradients, and the value for wgrad."""
+        args, remake = self.args, needs_value and self.kept is None
+        grads = args.producer.gradient(grad, self.made, self.tensors, args.grad_want, (self._want() or True) if remake
+                                       else False)  # fmt: skip
+        if isinstance(grads.x, Quantized):
+            grads = grads._replace(x=QuantizedTensor(grads.x, grad.dtype))
+        return grads, self._operand(grads.value) if remake else self.kept
+
+    def _operand(self, value: Tensor | Quantized) -> Tensor | QuantizedStorage:
+        return _pick(value, self.args.needs("input")["wgrad"]) if isinstance(value, Quantized) else value
 
 
 def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
@@ -136,7 +195,7 @@ def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
 
 def _backward_high_precision(
     dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Tensor | None, Wgrad | None]:
+) -> tuple[Tensor | None, Wgrad | None, tuple]:
     comm, dx, weight = args.comm, None, weight.to(dy.dtype)
     if needs_dgrad and comm.gathers_grad_output_in_pieces(None):
         dx, dy = comm.dgrad_gathering(dy, lambda dy: dy @ weight)
@@ -152,7 +211,7 @@ def _backward_high_precision(
             return torch.mm(dy.t(), full, out_dtype=torch.float32)
         return dy.t().float() @ full.float()
 
-    return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None
+    return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None, ()
 
 
 def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
@@ -165,13 +224,14 @@ def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[
 
 
 def _fprop_fp8(
-    x: Tensor, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
-) -> tuple[Tensor, Tensor | QuantizedStorage]:
+    x: Tensor | Quantized, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
+) -> tuple[Tensor, Tensor | QuantizedStorage | None]:
     """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
     needs, comm, whole = args.needs("input"), args.comm, args.gathers_first
-    requantize = (args.requantize_input or whole) and not isinstance(x, QuantizedTensor)
-    if isinstance(x, QuantizedTensor):
-        quantized = x.quantized
+    given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
+    requantize = (args.requantize_input or whole) and (given is None or args.producer is not None)
+    if given is not None:
+        quantized = given
     else:
         colwise = needs["wgrad"] == "colwise" and needs_wgrad and not requantize
         record = args.step is not None and args.step.records
@@ -190,7 +250,7 @@ def _fprop_fp8(
 
     y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:
-        return y, x
+        return y, x if args.producer is None else None
     kept = _pick(quantized, needs["wgrad"])
     if kept is None:
         kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
@@ -199,13 +259,14 @@ def _fprop_fp8(
 
 def _backward_fp8(
     dy: Tensor,
-    x: Tensor | QuantizedStorage | None,
+    x: Tensor | QuantizedStorage | Remade | None,
     weight: Tensor,
     args: LinearArgs,
     needs_dgrad: bool,
     needs_wgrad: bool,
-) -> tuple[Tensor | None, Wgrad | None]:
-    """dX, and the wgrad task: dY is quantized once, in the orientations that the two GEMMs want.
+) -> tuple[Tensor | None, Wgrad | None, tuple]:
+    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once, in the orientations that the
+    two GEMMs want.
 
     A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
     kept it in high precision.
@@ -213,24 +274,33 @@ def _backward_fp8(
     needs = args.needs("grad_output")
     wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
     if not wanted:
-        return None, None
-    dx = None
+        return None, None, ()
+    remade = x if isinstance(x, Remade) else None
+    if remade is not None and (args.comm.gathers_input or not needs_dgrad):
+        x = remade.again() if needs_wgrad else None  # it travels during dgrad
+    dx, others, quantized = None, (), None
     if needs_dgrad and args.comm.gathers_grad_output_in_pieces(args.recipe.quantizer("grad_output")):
         dx, quantized = _dgrad_gathering(dy, args, wanted)
     else:
         quantized = _quantize_grad_output(dy, args, wanted)
-    waits = needs_wgrad and args.defers
-    kept = _kept_input(x, args) if waits else None
-    load = (lambda: kept) if waits else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
-    arriving = _arriving_input(load, args) if needs_wgrad else None
+    arriving = _arriving(x, args) if needs_wgrad and not isinstance(x, Remade) else None
     if needs_dgrad and dx is None:
         w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
         dx = args.comm.dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
+    if needs_dgrad and remade is not None:
+        (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None)
+        arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
     if not needs_wgrad:
-        return dx, None
-    grad_output = _pick(quantized, needs["wgrad"])
-    held = grad_output.nbytes + (kept.nbytes if waits else 0)
-    return dx, Wgrad(lambda: gemm.wgrad(grad_output, arriving(), backend=args.backend), held)
+        return dx, None, others
+    grad_output, (load, held) = _pick(quantized, needs["wgrad"]), arriving
+    return dx, Wgrad(lambda: gemm.wgrad(grad_output, load(), backend=args.backend), grad_output.nbytes + held), others
+
+
+def _arriving(x: Tensor | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:
+    """The whole input for wgrad, when called, and the bytes that a task which waits holds of it."""
+    kept = _kept_input(x, args) if args.defers else None
+    load = (lambda: kept) if args.defers else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
+    return _arriving_input(load, args), kept.nbytes if args.defers else 0
 
 
 def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tensor:
@@ -239,6 +309,8 @@ def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tenso
 
 def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
     """The whole dY, quantized in the orientations wanted."""
+    if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
+        return dy.quantized
     record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
     rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
     comm = args.comm

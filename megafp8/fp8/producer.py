@@ -1,0 +1,105 @@
+"""What makes a linear's input inside of that linear's autograd function: a norm before qkv, SwiGLU before fc2.
+
+    y = producer(x) @ W.T
+
+Inside, because then the input is quantized where it is made and never written in high precision, and because backward
+can make it anew from what the producer keeps anyway, in the same pass that computes the producer's gradient.
+
+A producer is pure. It lives in `core`; here is what a linear asks of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.formats import OperandSpec
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.storage import Quantized
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Want:
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone."""
+
+    quantizer: Quantizer
+    rowwise: bool = True
+    colwise: bool = False
+
+    @property
+    def spec(self) -> OperandSpec:
+        return self.quantizer.spec
+
+    def quantize(self, value: Tensor) -> Quantized:
+        return self.quantizer.quantize(value, self.rowwise, self.colwise)
+
+    def store(self, rowwise: tuple[Tensor, Tensor] | None, colwise: tuple[Tensor, Tensor] | None) -> Quantized:
+        """What a fused kernel gave: (data, scale_inv) of each orientation."""
+        return Quantized(self.quantizer.store(rowwise, "rowwise"), self.quantizer.store(colwise, "colwise"))
+
+
+class Gradients(NamedTuple):
+    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none;
+    value: the producer's value once more, if it was asked for, quantized where that was wanted."""
+
+    x: Tensor | Quantized
+    tensors: tuple[Tensor | None, ...]
+    value: Tensor | Quantized | None
+
+
+class Producer(Protocol):
+    """value = f(x, *tensors), `[M, K]` in the compute dtype, rounded to it before it is quantized.
+
+    Methods return a plain tensor where they have no fused way to what is wanted, or nothing is.
+    """
+
+    def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
+        """The value, and what to keep for backward besides `tensors`."""
+        ...
+
+    def remake(self, kept: Tensors, tensors: Tensors, want: Want | None) -> Tensor | Quantized:
+        """The value again, from what was kept."""
+        ...
+
+    def gradient(
+        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+    ) -> Gradients:
+        """From the gradient of the value. want: how dX is wanted. remake: whether, and how, the value is wanted too."""
+        ...
+
+
+def differentiate(
+    formula: Callable[..., Tensor], x: Tensor, tensors: Tensors, grad: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gradients of `formula(x, *tensors)` by autograd: the reference of fused gradients. In the inputs' dtypes."""
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (x, *tensors)]
+        value = formula(*inputs)
+    dx, *others = torch.autograd.grad(value, inputs, grad.to(value.dtype))
+    return dx, tuple(others)
+
+
+@cache
+def fused_kernels() -> tuple[ModuleType, ModuleType] | None:
+    """(norm_quantize, swiglu_quantize); None where Triton is not installed."""
+    try:
+        from megafp8.kernels import norm_quantize, swiglu_quantize
+    except ImportError:
+        return None
+    return norm_quantize, swiglu_quantize
+
+
+def fuses(x: Tensor, *wants: Want | bool | None) -> bool:
+    """Whether the fused kernels take `x` and these wishes (None and bools: nothing is quantized)."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+        return False
+    tiles = [want.spec.tile for want in wants if isinstance(want, Want)]
+    return fused_kernels() is not None and all(tile.kind == "1d" and 128 % tile.block == 0 for tile in tiles)
