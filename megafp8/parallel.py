@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -103,6 +103,19 @@ class Axis:
         rows = self.gather(padded.to(device)).view(self.size, -1).cpu()
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
+    def post_deal(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, Pending]:
+        """Starts to send each rank its rows of `x`, those of rank 0 first (all-to-all).
+
+        sent, received: rows to and from each rank; no rows are fine. The result [sum(received), ...], by sender, may
+        be read after `wait()`, and `x` must not change before. Any dtype: bytes travel.
+        """
+        if self.size == 1:
+            return x, DONE
+        out = x.new_empty(sum(received), *x.shape[1:])
+        raw = [t.view(torch.uint8) if t.dim() > 1 else t for t in (out, x)]
+        work = dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True)
+        return out, _posted(work)
+
     def swap(self, peer: int, x: Tensor) -> Tensor:
         """What rank `peer` of the axis gives for `x`, of the same shape and dtype; it must swap with this one."""
         out = torch.empty_like(x)
@@ -174,7 +187,8 @@ def _as_bytes(x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class ParallelContext:
     """tp: tensor, cp: context, dp: data, pp: pipeline; ep, etp, edp: experts, and tensor and data parallelism of
-    an expert's weights. dp_cp: the ranks whose gradients of a parameter outside the experts are summed.
+    an expert's weights. dp_cp: the ranks whose gradients of a parameter outside the experts are summed. ep_etp: the
+    ranks that hold a layer's experts together, rank = etp + ETP * ep.
 
     `rank` and `world_size` are the job's. `sequence_parallel`: between the linears each tensor-parallel rank holds a
     part of the tokens; False when there is one rank.
@@ -188,6 +202,7 @@ class ParallelContext:
     etp: Axis = field(default_factory=Axis)
     edp: Axis = field(default_factory=Axis)
     dp_cp: Axis = field(default_factory=Axis)
+    ep_etp: Axis = field(default_factory=Axis)
     rank: int = 0
     world_size: int = 1
     sequence_parallel: bool = False
@@ -273,19 +288,18 @@ def _context(
     world = init_device_mesh(device_type, (p.world_size,), mesh_dim_names=("world",))
     dense = _fold(world, DENSE, sizes, backend, timeout)
     axes = {name: _axis(dense, name) for name in DENSE}
-    if axes["dp"].size > 1 and axes["cp"].size > 1:
-        flat = dense["dp", "cp"]._flatten("dp_cp", backend_override=_group_options(backend, timeout))
-        dp_cp = _axis(flat, "dp_cp")
-    else:
-        dp_cp = axes["dp"] if axes["cp"].size == 1 else axes["cp"]
+    dp_cp = _joint(dense, axes, ("dp", "cp"), backend, timeout)
     if sizes["ep"] == 1 and sizes["etp"] == sizes["tp"]:  # the same groups: no second set of them
         axes |= {"ep": Axis(), "etp": axes["tp"], "edp": dp_cp}
+        ep_etp = axes["tp"]
     else:
         experts = _fold(world, EXPERT, sizes, backend, timeout)
         axes |= {name: _axis(experts, name) for name in EXPERT if name != "pp"}
+        ep_etp = _joint(experts, axes, ("ep", "etp"), backend, timeout)
     return ParallelContext(
         **axes,
         dp_cp=dp_cp,
+        ep_etp=ep_etp,
         rank=dist.get_rank(),
         world_size=p.world_size,
         sequence_parallel=p.sequence_parallel and sizes["tp"] > 1,
@@ -301,6 +315,17 @@ def _fold(
     assert math.prod(shape) == world.size(), (names, shape)
     override = {name: _group_options(backend, timeout) for name in names}
     return world._unflatten(0, shape, names, backend_override=override)
+
+
+def _joint(
+    mesh: DeviceMesh, axes: dict[str, Axis], names: tuple[str, str], backend: str, timeout: timedelta | None
+) -> Axis:
+    """Two neighbouring axes of a mesh as one, the first slower."""
+    first, second = (axes[name] for name in names)
+    if first.size == 1 or second.size == 1:
+        return first if second.size == 1 else second
+    name = "_".join(names)
+    return _axis(mesh[names]._flatten(name, backend_override=_group_options(backend, timeout)), name)
 
 
 def _group_options(backend: str, timeout: timedelta | None):

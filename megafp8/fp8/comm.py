@@ -46,6 +46,7 @@ class CommPlan:
     fp8_gather: False gathers in high precision and quantizes the whole: the same bytes, twice the traffic.
     grid: of the features that are cut (column: out, row: in), where the cut goes through FP8 tiles. Rowwise operands
         and FP8 products are padded then; wgrad, which has these features as its rows or columns, is not.
+    sums: False leaves this rank's part of Y (row) and dX (column) as it is: the caller adds up the ranks'.
     """
 
     axis: Axis = field(default_factory=Axis)
@@ -54,6 +55,7 @@ class CommPlan:
     chunks: int = 1
     fp8_gather: bool = True
     grid: FeatureGrid | None = None
+    sums: bool = True
 
     def __post_init__(self) -> None:
         assert self.kind == "alone" or self.axis.size > 1, self
@@ -69,7 +71,7 @@ class CommPlan:
     @property
     def sums_output(self) -> bool:
         """Whether Y of one rank is only a part of the sum: then the bias is added afterwards."""
-        return self.kind == "row"
+        return self.kind == "row" and self.sums
 
     @property
     def overlaps(self) -> bool:
@@ -119,7 +121,7 @@ class CommPlan:
 
     def dgrad(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> Tensor:
         """dX of the layer's input side, from the whole dY."""
-        return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column")
+        return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column" and self.sums)
 
     def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:
         """Whether `dgrad_gathering` may be used: pieces of dY must be quantized as the whole (None: not at all)."""

@@ -7,13 +7,14 @@ an evaluation or another number of microbatches changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from megafp8.fp8.formats import MAX_SCALE, power_of_two_floor
 from megafp8.fp8.recipe import Delayed
+from megafp8.parallel import Axis
 from megafp8.params import StateItem
 
 PREFIX = "fp8_scaling/"
@@ -23,13 +24,21 @@ _STEPS = PREFIX + "steps"
 class DelayedScaling:
     """Histories of all tensors of a model, packed: `history [L, N]`, slot 0 collects this step's amaxes.
 
-    fmax: global tensor name -> largest finite value of its format.
+    fmax: global tensor name -> largest finite value of its format. experts: names of the experts' tensors, which other
+    ranks share than the rest.
     Scales are FP32: `s = fmax * 2^-margin / amax`, where amax is the history's maximum or its latest entry.
     """
 
-    def __init__(self, fmax: Mapping[str, float], recipe: Delayed, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        fmax: Mapping[str, float],
+        recipe: Delayed,
+        device: torch.device | str = "cpu",
+        experts: Collection[str] = (),
+    ):
         self.recipe = recipe
         self._index = {name: i for i, name in enumerate(sorted(fmax))}
+        self._experts = torch.tensor([name in experts for name in self._index], dtype=torch.bool, device=device)
         count = len(self._index)
         self._fmax = torch.tensor([fmax[name] for name in self._index], dtype=torch.float32, device=device)
         self._history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
@@ -45,7 +54,9 @@ class DelayedScaling:
         recipes = {m.recipe for m in linears}
         assert len(recipes) == 1, "linears with a history must share one recipe"
         fmax = {name: value for m in linears for name, value in m.history_tensors().items()}
-        return cls(fmax, recipes.pop(), linears[0].weight.device)
+        of_experts = [m for m in linears if getattr(getattr(m.weight, "spec", None), "expert", False)]
+        experts = {name for m in of_experts for name in m.history_tensors()}
+        return cls(fmax, recipes.pop(), linears[0].weight.device, experts)
 
     def _set_scales(self, scales: Tensor) -> None:
         self._scales = scales
@@ -67,6 +78,24 @@ class DelayedScaling:
     def pending(self) -> Tensor:
         """This step's amaxes, FP32 [N], contiguous: one packed max all-reduce, in place, before `advance()`."""
         return self._history[0]
+
+    @torch.no_grad()
+    def share(self, axes: Iterable[Axis], expert_axes: Iterable[Axis]) -> None:
+        """The maxima of this step's amaxes over the ranks that hold the same tensors, the experts' over their own.
+
+        Call it on all ranks, before `advance()`. Where both axes are the same all tensors go in one message an axis.
+        """
+        axes, expert_axes = tuple(axes), tuple(expert_axes)
+        pending = self._history[0]
+        if axes == expert_axes:
+            for axis in axes:
+                axis.max_(pending)
+            return
+        for mine, over in ((~self._experts, axes), (self._experts, expert_axes)):
+            packed = torch.where(mine, pending, 0.0)
+            for axis in over:
+                axis.max_(packed)
+            pending.copy_(torch.where(mine, packed, pending))
 
     @torch.no_grad()
     def advance(self) -> None:

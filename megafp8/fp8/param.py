@@ -175,7 +175,7 @@ register_optimizer_step_post_hook(_publish_after_step)
 
 @torch.no_grad()
 def share_amaxes(weights: Iterable[Weight]) -> None:
-    """Takes the amaxes of all weights that have one scale over several ranks, in one max all-reduce.
+    """Takes the amaxes of all weights that have one scale over several ranks, in one max all-reduce an axis.
 
     Call it after `publish()`, on all those ranks; without it each weight's is reduced when it is first asked for.
     """
@@ -185,7 +185,8 @@ def share_amaxes(weights: Iterable[Weight]) -> None:
         return
     for weight in shared:
         weight._refresh(None)
-    packed = torch.cat([w.recipe.quantizer("weight").amax(w.param) for w in shared])
-    shared[0].shared.max_(packed)
-    for weight, amax in zip(shared, packed.split(1), strict=True):
-        weight._amax = amax
+    for axis in dict.fromkeys(weight.shared for weight in shared):  # the experts' may be other ranks
+        members = [weight for weight in shared if weight.shared == axis]
+        packed = axis.max_(torch.cat([w.recipe.quantizer("weight").amax(w.param) for w in members]))
+        for weight, amax in zip(members, packed.split(1), strict=True):
+            weight._amax = amax

@@ -83,7 +83,8 @@ class Measure:
         self._shards = shards
         self._everyone = parallel.everyone
         sharded = any(shard.layout.shards > 1 for shard in shards)
-        self._spread = self._everyone if sharded or parallel.world_size > parallel.dp_cp.size else Axis()
+        alike = min(parallel.dp_cp.size, parallel.edp.size) if parallel.world_size > 1 else 1
+        self._spread = self._everyone if sharded or parallel.world_size > alike else Axis()
         self._elements = 0
         self._counted: list[Tensor | None] = []
         for shard in shards:

@@ -6,7 +6,7 @@ FP8 copy of an older weight can survive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from megafp8.checkpoint import (
 from megafp8.checkpoint.resume import OPTIMIZER
 from megafp8.config import Config, diff
 from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
+from megafp8.parallel import ParallelContext
 from megafp8.params import StateItem
 from megafp8.training.build import Parts, tokenizer_identity
 from megafp8.training.progress import Progress
@@ -71,14 +72,13 @@ class RunState:
         check_tokenizer(found, tokenizer_identity(self._parts.tokenizer))
         checkpoint = self._parts.config.checkpoint
         items = self.items()
-        stages = self._parts.parallel.pp.exchange(sorted(items))
         tensors = load_found(
             found,
             items,
             finetune=checkpoint.finetune,
             no_load_optim=checkpoint.no_load_optim,
             no_load_rng=checkpoint.no_load_rng,
-            elsewhere={name for names in stages for name in names},
+            elsewhere=names_of_all(items, self._parts.parallel),
         )
         with_optimizer = any(name.startswith(OPTIMIZER) for name in tensors)
         for owner in self._owners:
@@ -87,6 +87,14 @@ class RunState:
             else:
                 owner.load_state(tensors)
         self._parts.optimizer.write_weights()  # FP8 primary weights again, now that their scales are there
+
+
+def names_of_all(items: Iterable[str], parallel: ParallelContext) -> set[str]:
+    """The names of all ranks' items, of other pipeline stages and other experts too; every rank calls it."""
+    names = set(items)
+    for axis in (parallel.pp, parallel.ep):
+        names = {name for part in axis.exchange(sorted(names)) for name in part}
+    return names
 
 
 def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
 from megafp8.parallel import Axis, ParallelContext
 from megafp8.step import Phase, ScalingHistory, Statistics, StepContext
+from megafp8.training.expert_load import add_load_means, loads_of_layers, sum_over
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class StepOutput:
 
     loss: FP64 mean over the global batch's valid tokens (NaN when there are none); valid_tokens: their count, FP64.
     means: what else modules report, such as auxiliary losses: means over the global batch, by name.
+    expert_loads: tokens of each expert, by layer, where `--moe-per-layer-logging` asks for them.
     """
 
     loss: Tensor
     valid_tokens: Tensor
     means: dict[str, Tensor] = field(default_factory=dict)
+    expert_loads: dict[str, Tensor] = field(default_factory=dict)
 
 
 def run_stage(model: GPTModel, batch: Batch, step: StepContext, hidden: Tensor | None = None) -> Tensor:
@@ -163,17 +166,19 @@ def forward_backward(
     observe(executor)
     optimizer.reduce_gradients()
     parallel.pp.sum_(parallel.dp_cp.sum_(totals))
+    means = _reduced_means(model, statistics, parallel, plan)
+    loads = loads_of_layers(model, statistics, parallel.pp, plan.means)
     # A global batch whose tokens are all masked has the loss 0, not NaN: nothing is wrong with it.
-    return StepOutput(totals[0] / totals[1].clamp(min=1), totals[1], _reduced_means(model, statistics, parallel, plan))
+    return StepOutput(totals[0] / totals[1].clamp(min=1), totals[1], means, loads)
 
 
 def _reduced_means(
     model: GPTModel | ModelChunks, statistics: Statistics, parallel: ParallelContext, plan: PipelinePlan
 ) -> dict[str, Tensor]:
-    """The step's means over the global batch and all stages; moves the experts' biases by what was counted."""
-    for value in (*statistics.sums.values(), *statistics.means.values()):
-        parallel.dp_cp.sum_(value)
-    model.update_expert_bias(statistics)
+    """The step's means over the global batch and all stages; the routers take what was counted."""
+    sum_over(statistics, parallel.dp_cp)
+    model.end_step(statistics)
+    add_load_means(model, statistics)
     means = statistics.means
     if parallel.pp.size > 1:  # a stage has some of the names only
         like = torch.zeros(2, dtype=torch.float64, device=model.chunks[0].device)
@@ -186,8 +191,7 @@ def _reduced_means(
 
 def advance_scaling(scaling: DelayedScaling, parallel: ParallelContext) -> None:
     """Ends a step of delayed scaling: amaxes of all tensors over all ranks that hold them, then new scales."""
-    for axis in (parallel.tp, parallel.dp_cp):
-        axis.max_(scaling.pending())
+    scaling.share((parallel.tp, parallel.dp_cp), (parallel.etp, parallel.edp))
     scaling.advance()
 
 

@@ -27,6 +27,7 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import StateItem, name_of, specs_in_order
+from megafp8.training.checkpointing import names_of_all
 from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 from tests.distributed.pool import WorkerPool
 
@@ -86,6 +87,8 @@ class Layout:
     chunks: int = 1
     schedule: str = "1f1b"
     ring: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def world(self) -> int:
@@ -102,6 +105,8 @@ class Layout:
             "num_virtual_stages_per_pipeline_rank": self.chunks if self.chunks > 1 else None,
             "pipeline_schedule": self.schedule,
             "cp_comm_type": ("p2p",) if self.ring else None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
         }
 
     def __str__(self) -> str:
@@ -109,7 +114,9 @@ class Layout:
         if self.pp > 1:
             name += f"xPP{self.pp}" + (f"x{self.chunks}" if self.chunks > 1 else "") + f"-{self.schedule}"
         name += f"xCP{self.cp}" + "-ring" * self.ring if self.cp > 1 else ""
-        return f"{name}xDP{self.dp}" if self.dp > 1 else name
+        name += f"xDP{self.dp}" if self.dp > 1 else ""
+        name += f"-EP{self.ep}" if self.ep > 1 else ""
+        return name if self.etp is None else f"{name}-ETP{self.etp}"
 
 
 def make_config(values: dict, layout: Layout) -> Config:
@@ -215,8 +222,7 @@ def train(
 
 def load_states(directory: str, owners: list, parallel: ParallelContext) -> None:
     items = {name: item for owner in owners for name, item in owner.state().items()}
-    elsewhere = {name for names in parallel.pp.exchange(sorted(items)) for name in names}
-    tensors = load_found(find_checkpoint(directory), items, elsewhere=elsewhere)
+    tensors = load_found(find_checkpoint(directory), items, elsewhere=names_of_all(items, parallel))
     for owner in owners:
         owner.load_state(tensors)
     owners[1].write_weights()
