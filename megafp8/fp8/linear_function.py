@@ -66,6 +66,11 @@ class LinearArgs:
         return self.step is not None and self.step.grads is not None and self.step.wgrads is not None
 
     @property
+    def observed(self) -> bool:
+        """Whether somebody looks at high-precision operands, which fused producers never write."""
+        return self.step is not None and self.step.observer is not None
+
+    @property
     def gathers_first(self) -> bool:
         """Whether the input is gathered in high precision, before it is quantized."""
         return self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)
@@ -76,7 +81,8 @@ class LinearArgs:
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
         """How a producer should hand over its value; None: in high precision."""
         scaling = self.scaling("input")
-        return Want(scaling.quantizer, rowwise, colwise) if scaling.is_local(rows) else None
+        local = scaling.is_local(rows) and not self.observed
+        return Want(scaling.quantizer, rowwise, colwise) if local else None
 
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
         return self.weight.operand(gemm_name, self.scaling("weight").scale)
@@ -158,8 +164,9 @@ class Remade:
     def gradient(self, grad: Tensor, needs_value: bool) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
         """The producer's gradients, and the value for wgrad."""
         args, remake = self.args, needs_value and self.kept is None
-        grads = args.producer.gradient(grad, self.made, self.tensors, args.grad_want, (self._want() or True) if remake
-                                       else False)  # fmt: skip
+        want = None if args.observed else args.grad_want
+        again = (self._want() or True) if remake else False
+        grads = args.producer.gradient(grad, self.made, self.tensors, want, again)
         if isinstance(grads.x, Quantized):
             grads = grads._replace(x=QuantizedTensor(grads.x, grad.dtype))
         return grads, self._operand(grads.value) if remake else self.kept
