@@ -85,8 +85,7 @@ class StepContext:
     scaling: delayed scaling's history; None where the recipe has none.
     statistics: where modules report numbers, if `records`; None: nowhere.
     wgrads: where linears leave their weight gradients; None: they are computed in backward.
-    observer: sees the operands that are quantized in this step, each once; None: nobody looks. A producer with a fused
-        quantization never holds the high-precision operand: under an observer it takes its plain path (same bytes).
+    observer: sees the operands that are quantized in this step, each once; None: nobody looks.
     sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
     """
 

@@ -65,10 +65,10 @@ class LinearArgs:
         """Whether weight gradients wait in the step's queue."""
         return self.step is not None and self.step.grads is not None and self.step.wgrads is not None
 
-    @property
-    def observed(self) -> bool:
-        """Whether somebody looks at high-precision operands, which fused producers never write."""
-        return self.step is not None and self.step.observer is not None
+    def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
+        """Shows the step's observer, if any, an operand that came quantized. x: gives it in high precision."""
+        if self.step is not None and self.step.observer is not None and self.name:
+            self.step.observer.see(f"{self.name}/{role}", x(), quantized)
 
     @property
     def gathers_first(self) -> bool:
@@ -81,8 +81,7 @@ class LinearArgs:
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
         """How a producer should hand over its value; None: in high precision."""
         scaling = self.scaling("input")
-        local = scaling.is_local(rows) and not self.observed
-        return Want(scaling.quantizer, rowwise, colwise) if local else None
+        return Want(scaling.quantizer, rowwise, colwise) if scaling.is_local(rows) else None
 
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
         return self.weight.operand(gemm_name, self.scaling("weight").scale)
@@ -139,6 +138,8 @@ def _produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -
     """The producer's value, quantized where it alone decides on the bytes, and what it keeps."""
     colwise = needs_wgrad and args.needs("input")["wgrad"] == "colwise" and not args.requantize_input
     value, made = args.producer.produce(x, tensors, args.input_want(x.shape[0], True, colwise))
+    if isinstance(value, Quantized) and args.step is not None and args.step.records:
+        args.observe("input", value, lambda: args.producer.produce(x, tensors, None)[0])
     return value, made if args.keep else ()
 
 
@@ -159,16 +160,18 @@ class Remade:
         """The value for wgrad, without a gradient."""
         if self.kept is not None:
             return self.kept
-        return self._operand(self.args.producer.remake(self.made, self.tensors, self._want()))
+        return self._operand(self.args.producer.remake(self.made, self.tensors, self._want(), self.args.dtype))
 
     def gradient(self, grad: Tensor, needs_value: bool) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
         """The producer's gradients, and the value for wgrad."""
         args, remake = self.args, needs_value and self.kept is None
-        want = None if args.observed else args.grad_want
         again = (self._want() or True) if remake else False
-        grads = args.producer.gradient(grad, self.made, self.tensors, want, again)
+        grads = args.producer.gradient(grad, self.made, self.tensors, args.grad_want, again)
         if isinstance(grads.x, Quantized):
             grads = grads._replace(x=QuantizedTensor(grads.x, grad.dtype))
+            if args.step is not None and args.step.observer is not None:
+                plain = args.producer.gradient(grad, self.made, self.tensors, None, False).x
+                grads.x.observed_value = plain
         return grads, self._operand(grads.value) if remake else self.kept
 
     def _operand(self, value: Tensor | Quantized) -> Tensor | QuantizedStorage:
@@ -317,6 +320,7 @@ def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tenso
 def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
     """The whole dY, quantized in the orientations wanted."""
     if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
+        args.observe("grad_output", dy.quantized, lambda: getattr(dy, "observed_value", None))
         return dy.quantized
     record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
     rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
