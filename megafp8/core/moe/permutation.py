@@ -4,8 +4,10 @@ Rows of an expert lie in the order of tokens. The two operations are each other'
 is the other; sums over a token's k rows are FP32, in the order of its choices (no floating-point atomics).
 
 A choice that the capacity drops names the expert E. Its rows are the last ones, past the sum of `counts`: experts leave
-them alone, and whatever lies there, NaN too, is seen by no sum, forward or backward. Rows that fill an expert up to its
-capacity belong to no choice: they are zeros, and so are their gradients.
+them alone, and whatever lies there, NaN too, is seen by no sum, forward or backward. Rows that fill an expert up, to
+its capacity or to whole FP8 tiles, belong to no choice: they are zeros, and so are their gradients.
+
+Numbers of rows stay on the device: where experts are filled up to whole tiles, the buffer is as long as it can get.
 """
 
 from __future__ import annotations
@@ -20,28 +22,40 @@ from megafp8.core.moe.routing import count_tokens
 
 @dataclass(frozen=True)
 class Permutation:
-    """R rows, one a (token, choice): R = T * k; filled up to a capacity C, R = E * C.
+    """R rows, one a (token, choice): R = T * k, or more where experts are filled up.
 
     choices: int64 [R], number token * k + choice of each row; -1 for a row that fills up.
     rows: int64 [T, k], the row of each choice (any, where it has none). counts: int64 [E], rows of each expert.
-    kept: bool [T, k], which choices count; None: all, and no row fills up.
+    kept: bool [T, k], which choices count; None: all. filled: whether there may be rows that fill up.
     """
 
     choices: Tensor
     rows: Tensor
     counts: Tensor
     kept: Tensor | None = None
+    filled: bool = False
 
     @staticmethod
-    def of(experts: Tensor, num_experts: int, *, drops: bool = False, capacity: int | None = None) -> Permutation:
-        """experts: int64 [T, k]. drops: choices may be E, dropped. capacity: rows that each expert is filled up to."""
+    def of(
+        experts: Tensor, num_experts: int, *, drops: bool = False, capacity: int | None = None, alignment: int = 1
+    ) -> Permutation:
+        """experts: int64 [T, k]. drops: choices may be E, dropped. capacity: rows that each expert is filled up to.
+        alignment: each expert's rows are filled up to a multiple of it."""
         choices = experts.reshape(-1).argsort(stable=True)
         rows = torch.empty_like(choices)
         rows[choices] = torch.arange(choices.numel(), device=choices.device)
         rows, counts = rows.view(experts.shape), count_tokens(experts, num_experts)
+        kept = experts < num_experts if drops else None
+        if capacity is None and alignment == 1:
+            return Permutation(choices, rows, counts, kept)
         if capacity is not None:
-            return _filled_up(experts, rows, counts, capacity)
-        return Permutation(choices, rows, counts, experts < num_experts if drops else None)
+            room = torch.full_like(counts, -(-capacity // alignment) * alignment)
+            total = num_experts * (-(-capacity // alignment) * alignment)
+            kept = experts < num_experts
+        else:
+            room = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
+            total = (choices.numel() + min(num_experts, choices.numel()) * (alignment - 1)) // alignment * alignment
+        return _filled_up(experts, rows, counts, kept, room, total)
 
     @property
     def tokens(self) -> Tensor:
@@ -51,18 +65,27 @@ class Permutation:
     @property
     def empty(self) -> Tensor | None:
         """Which rows fill up, bool [R]; None: none."""
-        return None if self.kept is None else self.choices < 0
+        return self.choices < 0 if self.filled else None
+
+    @property
+    def ends(self) -> Tensor:
+        """int32 [E]: one past each expert's last row."""
+        return self.counts.cumsum(0).to(torch.int32)
 
 
-def _filled_up(experts: Tensor, rows: Tensor, counts: Tensor, capacity: int) -> Permutation:
-    """Every expert with `capacity` rows, its own first; none may have more."""
-    kept = experts < len(counts)
-    starts = torch.cat([counts.cumsum(0) - counts, counts.new_zeros(1)])  # the last: of what is dropped
-    rows = torch.where(kept, experts * capacity + rows - starts[experts], 0)
-    choices = rows.new_full((len(counts) * capacity + 1,), -1)  # one row more, for what is dropped
+def _filled_up(
+    experts: Tensor, rows: Tensor, counts: Tensor, kept: Tensor | None, room: Tensor, total: int
+) -> Permutation:
+    """Every expert with `room` rows, int64 [E], its own first; none may have more. total: rows of the buffer."""
+    none = counts.new_zeros(1)
+    moved = torch.cat([(room.cumsum(0) - room) - (counts.cumsum(0) - counts), none])  # the last: of what is dropped
+    rows = rows + moved[experts]
+    if kept is not None:
+        rows = rows.where(kept, 0)
+    choices = rows.new_full((total + 1,), -1)  # one row more, for what is dropped
     numbers = torch.arange(rows.numel(), device=rows.device)
-    choices[torch.where(kept, rows, len(choices) - 1).reshape(-1)] = numbers
-    return Permutation(choices[:-1], rows, torch.full_like(counts, capacity), kept)
+    choices[(rows if kept is None else rows.where(kept, total)).reshape(-1)] = numbers
+    return Permutation(choices[:-1], rows, room, kept, filled=True)
 
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
@@ -89,6 +112,8 @@ def _spread(x: Tensor, tokens: Tensor, empty: Tensor | None) -> Tensor:
 
 def _sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
     picked = y[rows.reshape(-1)].view(*rows.shape, y.shape[1])
+    if rows.shape[1] == 1 and kept is None:
+        return picked.squeeze(1)
     if kept is not None:
         picked = picked.masked_fill_(~kept[..., None], 0)
     return picked.sum(1, dtype=torch.promote_types(torch.float32, y.dtype)).to(y.dtype)

@@ -108,3 +108,39 @@ def test_filled_rows_are_zeros_behind_their_experts_own():
         assert not filled[expert, len(part) :].any()
     grad = torch.autograd.grad(combine(y := torch.randn(EXPERTS * capacity, WIDTH).requires_grad_(), order).sum(), y)[0]
     assert torch.equal(grad.any(1), ~order.empty)
+
+
+@pytest.mark.parametrize(("drops", "capacity"), [(False, None), (True, None), (True, 9)])
+@pytest.mark.parametrize("alignment", [4, 128])
+def test_rows_filled_up_to_whole_tiles(drops, capacity, alignment):
+    """CASES 13: each expert begins at a multiple, its rows as before, zeros behind them; sums see neither."""
+    where = experts()
+    if drops:
+        where[::3, 1] = EXPERTS
+        where[where == 2] = EXPERTS  # an expert without rows
+        for number in range(EXPERTS if capacity else 0):
+            chosen = (where == number).nonzero()
+            where[tuple(chosen[capacity:].T)] = EXPERTS
+    plain = Permutation.of(where, EXPERTS, drops=drops)
+    order = Permutation.of(where, EXPERTS, drops=drops, capacity=capacity, alignment=alignment)
+    room = [-(-(capacity or count) // alignment) * alignment for count in plain.counts.tolist()]
+    assert order.counts.tolist() == room
+    assert order.ends.tolist() == [sum(room[: e + 1]) for e in range(EXPERTS)]
+    assert len(order.choices) >= sum(room)
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    rows, expected = permute(x, order), permute(y, plain)
+    start = 0
+    for own, filled, count in zip(
+        expected.split([*plain.counts, len(expected) - plain.counts.sum()]), room, plain.counts
+    ):
+        assert torch.equal(rows[start : start + count], own)
+        assert not rows[start + count : start + filled].any()
+        start += filled
+    assert not rows[start:].any()
+    nan = torch.where((order.choices < 0)[:, None], torch.nan, rows * 3)  # nobody's rows may hold anything
+    out, same = combine(nan, order), combine(expected * 3, plain)
+    assert torch.equal(out, same)
+    grad = torch.randn_like(out)
+    out.backward(grad), same.backward(grad)
+    assert torch.equal(x.grad, y.grad)
