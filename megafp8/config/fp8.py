@@ -89,12 +89,36 @@ class FP8Config:
     fp8_grad_format: str | None = flag(
         None, "Number format of output gradients.", choices=("e4m3", "e5m2"), shown_default="--fp8-format's"
     )
+    activation_func_fp8_input_store: bool | None = flag(
+        None,
+        "Keep what activations read (fc1's output) in FP8 for backward, 1 x 128 tiles: half of the largest part of a "
+        "layer's memory, for gradients that see its rounding. Works without --fp8-format too.",
+        shown_default="on for experts in FP8, off elsewhere",
+    )
     fp8_gemm_backend: str = flag(
         "auto",
         "Which FP8 GEMMs run: auto picks by device and measured speed, reference is plain PyTorch.",
         choices=("auto", "triton", "cublaslt", "reference"),
     )
-    fp8_monitor_interval: int = flag(0, "Write scale statistics every so many iterations; 0 is off.")
+    fp8_monitor_interval: int = flag(
+        0,
+        "Write statistics of every quantized tensor (amax, scales, underflow, saturation, signal to noise) every so "
+        "many iterations; 0 is off.",
+    )
+    fp8_fallback_after: int | None = flag(
+        None,
+        "Run a linear in BF16 from the step after this many non-finite steps were traced to it.",
+        shown_default="never",
+    )
+    fp8_fallback_sqnr: float | None = flag(
+        None,
+        "Run a linear in BF16 when --fp8-monitor-interval finds the signal-to-noise ratio of one of its operands below "
+        "so many dB (E4M3 has about 31, E5M2 25).",
+        metavar="DB",
+        shown_default="never",
+    )
+    fp8_fallback_for: int = flag(0, "Iterations for which a linear that fell back stays in BF16; 0: until the end.")
+    fp8_forget_fallbacks: bool = flag(False, "On resume, run the linears that had fallen back to BF16 in FP8 again.")
 
     @property
     def enabled(self) -> bool:

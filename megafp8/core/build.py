@@ -48,7 +48,10 @@ class BuildContext:
     recipe_of: global name of a linear -> its recipe, None for high precision (`fp8.policy` decides).
     comm_chunks: pieces into which tensor-parallel linears cut their work, to overlap it with communication.
     deterministic: only kernels with a deterministic backward.
+    fp8_input_store: activations keep fc1's output in FP8; None: only those of experts in FP8.
     ring_attention: context-parallel ranks pass keys and values on, instead of gathering them.
+    sums_outputs: tensor-parallel linears add up what the ranks have of Y and dX; False leaves that to the caller.
+    overlap_shared_experts: they run while tokens travel to the routed ones.
     """
 
     model: ModelConfig
@@ -61,6 +64,15 @@ class BuildContext:
     comm_chunks: int = 1
     deterministic: bool = False
     ring_attention: bool = False
+    sums_outputs: bool = True
+    overlap_shared_experts: bool = False
+    fp8_input_store: bool | None = None
+
+    def stores_in_fp8(self, fc1: str, *, expert: bool) -> bool:
+        """Whether the activation after the linear `fc1` (global name) keeps its input in FP8."""
+        if self.fp8_input_store is None:
+            return expert and self.recipe_of(fc1) is not None
+        return self.fp8_input_store
 
     @property
     def tp(self) -> Axis:
@@ -79,6 +91,17 @@ class BuildContext:
     def whole_sequences(self) -> BuildContext:
         """The same for modules that see all tokens on every tensor-parallel rank, also under sequence parallelism."""
         return replace(self, parallel=replace(self.parallel, sequence_parallel=False), comm_chunks=1)
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """Whether experts are spread otherwise than the dense layers, so that tokens go to their ranks."""
+        return self.parallel.ep.size > 1 or self.parallel.etp.size != self.tp.size
+
+    @property
+    def experts(self) -> BuildContext:
+        """The same for the experts: cut over their own ranks, each of which gives a part of the sum."""
+        parallel = replace(self.parallel, tp=self.parallel.etp, sequence_parallel=False)
+        return replace(self, parallel=parallel, comm_chunks=1, sums_outputs=False)
 
     def token_place(self, name: str) -> str:
         """Where random numbers for the hidden states of module `name` are drawn: ranks with other tokens, others."""
@@ -109,5 +132,6 @@ class BuildContext:
             comm_chunks=OVERLAP_CHUNKS if config.parallel.tp_comm_overlap else 1,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
+            fp8_input_store=config.fp8.activation_func_fp8_input_store,
             ring_attention=(config.parallel.cp_comm_type or ("all_gather",))[0] == "p2p",
         )

@@ -65,8 +65,8 @@ class Producer(Protocol):
         """The value, and what to keep for backward besides `tensors`."""
         ...
 
-    def remake(self, kept: Tensors, tensors: Tensors, want: Want | None) -> Tensor | Quantized:
-        """The value again, from what was kept."""
+    def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
+        """The value again, from what was kept; dtype: the compute dtype."""
         ...
 
     def gradient(

@@ -5,7 +5,11 @@
     squared ReLU max(x, 0)^2
 
 Autograd's own formulas would keep FP32 copies; here backward computes them anew from fc1's output in the compute
-dtype, and fc2 can have its input recomputed the same way (`Activation.forward` is a pure function of fc1's output).
+dtype. Before an fc2 in FP8 the activation is the linear's producer (`fp8.producer`): on GPUs SwiGLU and its gradient
+are one kernel each, which writes quantized results only, fc2's input for wgrad included.
+
+With `store_fp8` what is kept of fc1's output is FP8, rowwise 1 x 128 tiles: half the bytes, and backward works on
+values that differ from forward's by their rounding (Megatron-LM's `--activation-func-fp8-input-store`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.config.model import ModelConfig
+from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
+from megafp8.fp8.producer import Gradients, Tensors, Want, differentiate, fused_kernels, fuses
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.storage import Quantized, QuantizedStorage
+
+STORE = Quantizer(OperandSpec(E4M3, Tile("1d", 128), Scale.POW2))
+"""How fc1's output is kept in FP8, whatever the recipe of the linears."""
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -43,51 +54,123 @@ def squared_relu(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Activation:
-    """formula: of an FP32 tensor; gated: fc1's output is twice as wide as fc2's input."""
+    """formula: of an FP32 tensor; gated: fc1's output is twice as wide as fc2's input; store_fp8: how it is kept.
+
+    As a producer: x is fc1's output [T, ffn, or 2 ffn when gated], tensors are () or (weights,): FP32 [T], what each
+    row is multiplied by before it is rounded.
+    """
 
     formula: Callable[[Tensor], Tensor]
     gated: bool = False
-
-    def compute(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """The activation without autograd, rounded to x's dtype."""
-        with torch.no_grad():
-            return self._weighted(x.float(), weights).to(x.dtype)
+    store_fp8: bool = False
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """x: fc1's output [..., ffn, or 2 ffn when gated]; returns [..., ffn] in x's dtype.
 
         weights: FP32 [...], what each row is multiplied by, before it is rounded.
         """
-        return _Apply.apply(x, weights, self)
+        return _Apply.apply(x, self, *(() if weights is None else (weights,)))
 
-    def _weighted(self, x: Tensor, weights: Tensor | None) -> Tensor:
+    def compute(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The activation without autograd, rounded to x's dtype."""
+        with torch.no_grad():
+            return self._value(x, () if weights is None else (weights,))
+
+    def keep(self, x: Tensor) -> Tensors:
+        """What backward keeps of fc1's output."""
+        if not self.store_fp8:
+            return (x,)
+        stored = STORE.quantize(x.reshape(-1, x.shape[-1])).rowwise
+        return stored.data.view(x.shape), stored.scale_inv
+
+    def restore(self, kept: Tensors, dtype: torch.dtype) -> Tensor:
+        """fc1's output from what was kept, in `dtype`."""
+        if not self.store_fp8:
+            return kept[0]
+        data, scale_inv = kept
+        stored = QuantizedStorage(data.view(-1, data.shape[-1]), scale_inv, STORE.spec.tile, Scale.POW2, "rowwise")
+        return stored.dequantize(dtype).view(data.shape)
+
+    def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
+        if want is not None and self._fused(x, tensors, want):
+            _, kernels = fused_kernels()
+            made = kernels.swiglu_quantize(x, want.spec, rowwise=want.rowwise, colwise=want.colwise)
+            return want.store(made.rowwise, made.colwise), self.keep(x)
+        value = self._value(x, tensors)
+        return (value if want is None else want.quantize(value)), self.keep(x)
+
+    def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
+        return self._remake(self.restore(kept, dtype), tensors, want)
+
+    def _remake(self, x: Tensor, tensors: Tensors, want: Want | None) -> Tensor | Quantized:
+        if want is not None and self._fused(x, tensors, want):
+            _, kernels = fused_kernels()
+            made = kernels.swiglu_quantize(x, want.spec, rowwise=want.rowwise, colwise=want.colwise)
+            return want.store(made.rowwise, made.colwise)
+        value = self._value(x, tensors)
+        return value if want is None else want.quantize(value)
+
+    def gradient(
+        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+    ) -> Gradients:
+        x, as_wanted = self.restore(kept, grad.dtype), remake if isinstance(remake, Want) else None
+        if self._fused(x, tensors, want, as_wanted) and not (as_wanted and as_wanted.rowwise):
+            return self._fused_gradient(grad, x, want, remake)
+        value = self._remake(x, tensors, as_wanted) if remake else None
+        dx, of_tensors = differentiate(self._weighted, x.float(), tensors, grad.float())
+        dx = dx.to(grad.dtype)
+        return Gradients(dx if want is None else want.quantize(dx), of_tensors, value)
+
+    def _fused_gradient(self, grad: Tensor, x: Tensor, want: Want | None, remake: Want | bool) -> Gradients:
+        _, kernels = fused_kernels()
+        as_wanted = remake if isinstance(remake, Want) else None
+        made = kernels.swiglu_grad_quantize(
+            grad if grad.stride(1) == 1 else grad.contiguous(),
+            x,
+            (want or STORE).spec,
+            rowwise=want is not None and want.rowwise,
+            colwise=want is not None and want.colwise,
+            y_spec=as_wanted and as_wanted.spec,
+            high_precision=want is None,
+        )
+        value = as_wanted.store(None, made.y_colwise) if as_wanted else self._value(x, ()) if remake else None
+        return Gradients(made.dx if want is None else want.store(made.rowwise, made.colwise), (), value)
+
+    def _fused(self, x: Tensor, tensors: Tensors, *wants: Want | None) -> bool:
+        return self.formula is swiglu and not tensors and x.dim() == 2 and fuses(x, *wants)
+
+    def _value(self, x: Tensor, tensors: Tensors) -> Tensor:
+        if self._fused(x, tensors):
+            _, kernels = fused_kernels()
+            return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True).y
+        return self._weighted(x.float(), *tensors).to(x.dtype)
+
+    def _weighted(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         y = self.formula(x)
         return y if weights is None else y * weights[..., None]
 
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
-        ctx.save_for_backward(x, weights)
-        ctx.activation = activation
-        return activation.compute(x, weights)
+    def forward(ctx, x: Tensor, activation: Activation, *tensors: Tensor) -> Tensor:
+        value, kept = activation.produce(x, tensors, None)
+        ctx.activation, ctx.kept = activation, len(kept)
+        ctx.save_for_backward(*kept, *tensors)
+        return value
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weights = ctx.saved_tensors
-        with torch.enable_grad():
-            x32 = x.detach().float().requires_grad_()
-            inputs = [x32] if weights is None else [x32, weights.detach().requires_grad_()]
-            y = ctx.activation._weighted(x32, weights if weights is None else inputs[1])
-        grad, *of_weights = torch.autograd.grad(y, inputs, grad_output.float())
-        return grad.to(x.dtype), of_weights[0] if of_weights else None, None
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grads = ctx.activation.gradient(grad_output, saved[: ctx.kept], saved[ctx.kept :], None, False)
+        return grads.x, None, *grads.tensors
 
 
-def activation_of(model: ModelConfig) -> Activation:
+def activation_of(model: ModelConfig, store_fp8: bool = False) -> Activation:
     """The activation that the flags ask for. GELU as Megatron-LM: the tanh form where its fused kernel would add the
     bias of a linear, exact elsewhere."""
     if model.swiglu:
-        return Activation(swiglu, gated=True)
+        return Activation(swiglu, gated=True, store_fp8=store_fp8)
     if model.squared_relu:
-        return Activation(squared_relu)
-    return Activation(gelu_tanh if model.add_bias_linear and model.bias_gelu_fusion else gelu)
+        return Activation(squared_relu, store_fp8=store_fp8)
+    tanh = model.add_bias_linear and model.bias_gelu_fusion
+    return Activation(gelu_tanh if tanh else gelu, store_fp8=store_fp8)

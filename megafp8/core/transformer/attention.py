@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
-from megafp8.core.transformer.norm import head_norm
+from megafp8.core.transformer.norm import Norm, head_norm
+from megafp8.core.transformer.produce import linear_after
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.core.transformer.rope import apply_rotary
 from megafp8.step import StepContext
@@ -58,9 +59,11 @@ class SelfAttention(nn.Module):
             build=build,
         )
 
-    def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]."""
-        q, k, v = self._heads(self.qkv(x, step), sequences)
+    def forward(
+        self, x: Tensor, sequences: Sequences, step: StepContext, norm: Norm | None = None, *, remake: bool = False
+    ) -> Tensor:
+        """x: [T, hidden], the norm's input where one is given; returns [T, hidden]. remake: as in `linear_after`."""
+        q, k, v = self._heads(linear_after(norm, self.qkv, x, step, remake=remake), sequences)
         if self.recompute_core:
             out = recomputed(lambda q, k, v, step: self.core(q, k, v, sequences, step), step, q, k, v)
         else:

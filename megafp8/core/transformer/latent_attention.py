@@ -21,6 +21,7 @@ from megafp8.core.tensor_parallel.mappings import gather_tokens, sum_gradient
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
 from megafp8.core.transformer.norm import latent_norm
+from megafp8.core.transformer.produce import linear_after
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.core.transformer.rope import apply_rotary, score_scale
 from megafp8.fp8 import Linear
@@ -120,16 +121,14 @@ class LatentAttention(nn.Module):
         if self.q_proj is not None:
             q = self.q_proj(x, step)
         else:
-            low = self.q_down(x, step)
-            q = self.q_up(low if self.q_norm is None else self.q_norm(low), step)
+            q = linear_after(self.q_norm, self.q_up, self.q_down(x, step), step)
         plain, turned = q.view(-1, self.heads, self.plain + self.rotated).split((self.plain, self.rotated), -1)
         return torch.cat([plain, apply_rotary(turned, sequences.rotation, interleaved=True)], -1)
 
     def _keys_and_values(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
         """k [T, heads, unrotated + rotated channels], v [T, heads, value channels], each contiguous."""
         latent, shared = self.kv_down(x, step).split((self.latent, self.rotated), -1)
-        latent = latent.contiguous()
-        up = self.kv_up(latent if self.kv_norm is None else self.kv_norm(latent), step)
+        up = linear_after(self.kv_norm, self.kv_up, latent.contiguous(), step)
         plain, v = up.view(-1, self.heads, self.plain + self.values).split((self.plain, self.values), -1)
         shared = apply_rotary(sum_gradient(shared, self.tp)[:, None], sequences.rotation, interleaved=True)
         return torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()

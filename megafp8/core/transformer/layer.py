@@ -42,23 +42,27 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
-        y = _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
-        x = x + dropout(y, self.dropout, step, self.places[0])
+        x = x + dropout(self._attention(x, sequences, step), self.dropout, step, self.places[0])
         if self.recompute_mlp:
             y = recomputed(lambda x, step: self._mlp(x, sequences, step), step, x)
         else:
             y = self._mlp(x, sequences, step)
         return x + dropout(y, self.dropout, step, self.places[1])
 
-    def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
-        def run(h: Tensor) -> Tensor:
-            return self.mlp(h, sequences, step) if self.has_experts else self.mlp(h, step)
+    def _attention(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        if isinstance(self.attention, SelfAttention):
+            return self.attention(x, sequences, step, self.input_norm, remake=self.remake_norms)
+        return _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
 
-        return _after(self.mlp_norm, x, run, remake=self.remake_norms and not self.recompute_mlp)
+    def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        remake = self.remake_norms and not self.recompute_mlp
+        if not self.has_experts:
+            return self.mlp(x, step, norm=self.mlp_norm, remake_norm=remake)
+        return _after(self.mlp_norm, x, lambda h: self.mlp(h, sequences, step), remake=remake)
 
 
 def _after(norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor], *, remake: bool) -> Tensor:
-    """`part(norm(x))`; remake: backward makes the norm's output anew."""
+    """`part(norm(x))`, whose linears share the norm's output; remake: backward makes it anew."""
     h = norm(x)
     with remade(h, lambda: norm.compute(x)) if remake else nullcontext():
         return part(h)

@@ -1,6 +1,7 @@
 """The MLP: fc1 -> activation -> fc2. With SwiGLU, fc1's output is [gate; up].
 
-Backward keeps fc1's output only: an FP8 fc2 quantizes its input again, which is remade from it.
+Backward keeps fc1's output only: before an FP8 fc2 the activation is that linear's producer, which makes fc2's input
+anew and hands fc1 its gradient as the bytes that fc1's GEMMs read.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.activation import activation_of
+from megafp8.core.transformer.norm import Norm
+from megafp8.core.transformer.produce import linear_after
 from megafp8.core.transformer.recompute import remade
 from megafp8.step import StepContext
 
@@ -29,7 +32,7 @@ class MLP(nn.Module):
         hidden, ffn = model.hidden_size, ffn or model.ffn_hidden_size
         self.recomputed = recomputed
         self.remake = expert and "moe_act" in build.recompute.modules  # also where fc2 is not FP8
-        self.activation = activation_of(model)
+        self.activation = activation_of(model, build.stores_in_fp8(f"{name}.fc1", expert=expert))
         self.fc1 = ColumnParallelLinear(
             f"{name}.fc1",
             hidden,
@@ -51,11 +54,25 @@ class MLP(nn.Module):
             build=build,
         )
 
-    def forward(self, x: Tensor, step: StepContext, weights: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]. weights: FP32 [T], by which rows are multiplied before fc2."""
-        inner = self.fc1(x, step)
+    def forward(
+        self,
+        x: Tensor,
+        step: StepContext,
+        weights: Tensor | None = None,
+        norm: Norm | None = None,
+        *,
+        remake_norm: bool = False,
+    ) -> Tensor:
+        """x: [T, hidden], the norm's input where one is given; returns [T, hidden].
+
+        weights: FP32 [T], by which rows are multiplied before fc2. remake_norm: as in `linear_after`.
+        """
+        inner = linear_after(norm, self.fc1, x, step, remake=remake_norm)
+        if self.fc2.takes_producer:
+            tensors = () if weights is None else (weights,)
+            return self.fc2(inner, step, producer=self.activation, tensors=tensors, grad_want=self.fc1.grad_want())
         y = self.activation(inner, weights)
-        if self.recomputed or not (self.remake or self.fc2.input_spec().requantizes):
+        if self.recomputed or not self.remake:
             return self.fc2(y, step)
         inner, weights = inner.detach(), None if weights is None else weights.detach()
         with remade(y, lambda: self.activation.compute(inner, weights)):

@@ -1,7 +1,11 @@
-"""RMSNorm and LayerNorm: computed in FP32, handed over in the compute dtype.
+"""RMSNorm and LayerNorm: computed in FP32, handed over in the compute dtype, or quantized as the consumer wishes.
 
-PyTorch's own kernels do both (they upcast inside). The result is what the consumer's quantizer reads, so a fused
-norm+quantize kernel must give the bytes of quantizing exactly this rounded value.
+    RMSNorm     x / sqrt(mean(x^2) + eps) * w
+    LayerNorm   (x - mean) / sqrt(var + eps) * w + b
+
+PyTorch's own kernels do both (they upcast inside). Before a linear in FP8 an RMSNorm is the linear's producer: on GPUs
+one kernel then writes the quantized result and nothing else; its bytes are the quantizer's bytes of the value that it
+rounds to the compute dtype on the way.
 """
 
 from __future__ import annotations
@@ -12,11 +16,13 @@ from torch.nn import functional as F
 
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.specs import ONES, ZEROS, replicated
+from megafp8.fp8.producer import Gradients, Tensors, Want, differentiate, fused_kernels, fuses
+from megafp8.fp8.storage import Quantized
 from megafp8.params import attach_spec
 
 
 class Norm(nn.Module):
-    """Normalizes the last dimension: RMSNorm `x / rms(x) * w`, or LayerNorm `(x - mean) / std * w + b`.
+    """Normalizes the last dimension, as a module or as the producer of a linear (`fp8.producer`; RMSNorm only).
 
     kind: "RMSNorm" or "LayerNorm" (Megatron-LM's `--normalization`).
     zero_centered: the weight is stored minus one (`--apply-layernorm-1p`), so that decay would pull it to one.
@@ -52,15 +58,65 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size] in the parameters' dtype; returns the same shape and dtype."""
+        return self._formula(x, self.weight, self.bias)
+
+    def _formula(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.zero_centered:  # `w + 1` must not round to BF16
-            bias = None if self.bias is None else self.bias.float()
-            return self._normalize(x.float(), self.weight.float() + 1, bias).to(x.dtype)
-        return self._normalize(x, self.weight, self.bias)
+            bias = None if bias is None else bias.float()
+            return self._normalize(x.float(), weight.float() + 1, bias).to(x.dtype)
+        return self._normalize(x, weight, bias)
 
     def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.kind == "RMSNorm":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+    # As the producer of a linear. Kept: x, and on GPUs the reciprocal root mean squares, FP32 [T].
+
+    @property
+    def produces(self) -> bool:
+        return self.kind == "RMSNorm"
+
+    def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
+        """x: [T, size]; tensors: the weight."""
+        (weight,) = tensors
+        if want is not None and fuses(x, want):
+            kernels, _ = fused_kernels()
+            options = {"eps": self.eps, "weight_offset": float(self.zero_centered)}
+            made = kernels.rms_norm_quantize(
+                x, weight, want.spec, rowwise=want.rowwise, colwise=want.colwise, **options
+            )
+            return want.store(made.rowwise, made.colwise), (x, made.rstd)
+        if x.is_cuda and not self.zero_centered:
+            value, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, self.eps)
+            return _as_wanted(value, want), (x, rstd.view(-1))
+        return _as_wanted(self._formula(x, weight), want), (x,)
+
+    def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
+        (weight,), x = tensors, kept[0]
+        if want is not None and not want.rowwise and fuses(x, want):
+            kernels, _ = fused_kernels()
+            column = kernels.norm_columns_quantize(
+                x, weight, kept[1], want.spec, weight_offset=float(self.zero_centered)
+            )
+            return want.store(None, column)
+        return _as_wanted(self._formula(x, weight), want)
+
+    def gradient(
+        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+    ) -> Gradients:
+        (weight,), x = tensors, kept[0]
+        value = self.remake(kept, tensors, remake if isinstance(remake, Want) else None, x.dtype) if remake else None
+        if x.is_cuda and not self.zero_centered:
+            backward = torch.ops.aten._fused_rms_norm_backward
+            dx, dw = backward(grad, x, weight.shape, kept[1].view(-1, 1), weight, [True, True])
+        else:
+            dx, (dw,) = differentiate(self._formula, x, (weight,), grad)
+        return Gradients(_as_wanted(dx, want), (dw,), value)
+
+
+def _as_wanted(value: Tensor, want: Want | None) -> Tensor | Quantized:
+    return value if want is None else want.quantize(value)
 
 
 def hidden_norm(name: str, build: BuildContext) -> Norm:
