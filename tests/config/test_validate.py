@@ -71,7 +71,23 @@ CASES = {
     f"{MOE} --moe-router-num-groups 4": ["--moe-router-num-groups", "--moe-router-group-topk"],
     f"{MOE} --moe-router-num-groups 3 --moe-router-group-topk 1": ["--num-experts 8", "--moe-router-num-groups 3"],
     f"{MOE} --moe-router-num-groups 8 --moe-router-group-topk 1": ["--moe-router-group-topk 1", "--moe-router-topk 2"],
-    f"{MOE} --moe-router-load-balancing-type sinkhorn": ["sinkhorn", "not yet", "aux_loss"],
+    f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-group-scores 3": [
+        "--moe-router-group-scores 3",
+        "2 experts",
+    ],
+    f"{MOE} --moe-router-group-scores 2": ["--moe-router-group-scores 2", "--moe-router-num-groups"],
+    f"{MOE} --moe-router-load-balancing-type sinkhorn aux_loss": ["sinkhorn aux_loss", "stand alone"],
+    f"{MOE} --moe-router-load-balancing-type aux_loss aux_loss": ["aux_loss aux_loss", "twice"],
+    f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": ["sinkhorn", "--moe-aux-loss-coeff"],
+    f"{MOE} --moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1": [
+        "sinkhorn",
+        "--moe-expert-capacity-factor",
+    ],
+    f"{MOE} --moe-pad-expert-input-to-capacity": [
+        "--moe-pad-expert-input-to-capacity",
+        "needs --moe-expert-capacity-factor",
+    ],
+    f"{MOE} --moe-expert-capacity-factor 0": ["--moe-expert-capacity-factor 0", "more than 0"],
     f"{MOE} --moe-router-load-balancing-type even": ["--moe-router-load-balancing-type even", "use aux_loss"],
     f"{MOE} --moe-aux-loss-coeff 0.1 0.2": ["--moe-aux-loss-coeff 0.1 0.2", "one coefficient"],
     # FP8
@@ -174,6 +190,14 @@ CASES = {
         "--tensor-model-parallel-size 2",
         "start a multiple of 2",
     ],
+    # watching
+    "--bf16 --fp8-format e4m3 --fp8-monitor-interval 5": ["--fp8-monitor-interval 5", "--log-dir"],
+    "--bf16 --fp8-format e4m3 --fp8-fallback-sqnr 20": ["--fp8-fallback-sqnr 20", "--fp8-monitor-interval"],
+    "--bf16 --fp8-format e4m3 --fp8-fallback-for 9": ["--fp8-fallback-for 9", "--fp8-fallback-after"],
+    "--bf16 --fp8-format e4m3 --fp8-forget-fallbacks": ["--fp8-forget-fallbacks", "--load"],
+    "--iterations-to-skip 5:3": ["--iterations-to-skip 5:3", "a range goes up"],
+    "--iterations-to-skip 0:3": ["--iterations-to-skip 0:3", "1 or more"],
+    "--iterations-to-skip 5:": ["--iterations-to-skip '5:'", "100:110"],
     # checkpoints
     "--save x --save-interval 10 --save-retain-interval 15": ["--save-retain-interval 15", "--save-interval 10"],
 }

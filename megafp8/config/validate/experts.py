@@ -66,16 +66,25 @@ def router(c: Config) -> str | None:
 def router_groups(c: Config) -> str | None:
     m = c.model
     groups, chosen = m.moe_router_num_groups, m.moe_router_group_topk
-    if m.num_experts is None or groups is None and chosen is None:
+    if m.num_experts is None:
+        return None
+    if groups is None and chosen is None:
+        if m.moe_router_group_scores is not None:
+            return f"--moe-router-group-scores {m.moe_router_group_scores} needs --moe-router-num-groups; add it"
         return None
     if groups is None or chosen is None:
         return "--moe-router-num-groups and --moe-router-group-topk need each other; give both"
     if m.num_experts % groups:
         return f"--num-experts {m.num_experts} is not divisible by --moe-router-num-groups {groups}; change one"
-    if chosen > groups or m.moe_router_topk % chosen or m.moe_router_topk > chosen * (m.num_experts // groups):
+    size, scores = m.num_experts // groups, m.moe_router_group_scores
+    if scores is not None and scores > size:
+        return f"--moe-router-group-scores {scores} is more than the {size} experts of a group; lower it"
+    uneven = scores is None and m.moe_router_topk % chosen
+    if chosen > groups or uneven or m.moe_router_topk > chosen * size:
         return (
             f"--moe-router-group-topk {chosen} of --moe-router-num-groups {groups} can't give --moe-router-topk "
-            f"{m.moe_router_topk} experts evenly; make it a divisor of the latter whose groups hold as many"
+            f"{m.moe_router_topk} experts evenly; make it a divisor of the latter whose groups hold as many, or say by "
+            "--moe-router-group-scores how groups are judged"
         )
     return None
 
@@ -88,9 +97,51 @@ def balancing(c: Config) -> str | None:
     shown = f"{flag_of('moe_router_load_balancing_type')} {plain(kinds)}"
     for kind in kinds:
         if kind not in BALANCING:
-            return f"{shown}: no such type; use aux_loss, seq_aux_loss or none"
-        if kind in ("sinkhorn", "global_aux_loss"):
-            return f"{shown}: {kind} is not yet in megafp8; use aux_loss or seq_aux_loss"
+            return f"{shown}: no such type; use {', '.join(BALANCING[:-1])} or none"
+    if len(kinds) > 1 and ("sinkhorn" in kinds or "none" in kinds):
+        return f"{shown}: sinkhorn and none stand alone; drop one of them"
+    if len(set(kinds)) < len(kinds):
+        return f"{shown}: names one type twice; drop one"
     if len(kinds) != len(weights) and c.is_given("moe_aux_loss_coeff"):
         return f"{shown} and --moe-aux-loss-coeff {plain(weights)} differ in number; give one coefficient for each"
+    return _sinkhorn(c) if "sinkhorn" in kinds else None
+
+
+def _sinkhorn(c: Config) -> str | None:
+    """What Sinkhorn's choice, over all the tokens at hand, leaves no room for."""
+    m = c.model
+    for name, on in (
+        ("moe_aux_loss_coeff", any(m.moe_aux_loss_coeff)),
+        ("moe_router_enable_expert_bias", m.moe_router_enable_expert_bias),
+        ("moe_router_num_groups", m.moe_router_num_groups is not None),
+        ("moe_expert_capacity_factor", m.moe_expert_capacity_factor is not None),
+    ):
+        if on:
+            return f"--moe-router-load-balancing-type sinkhorn goes without {flag_of(name)}; drop one of them"
+    return None
+
+
+def capacity(c: Config) -> str | None:
+    m = c.model
+    if m.num_experts is None:
+        return None
+    if m.moe_expert_capacity_factor is None and m.moe_pad_expert_input_to_capacity:
+        return "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; add it"
+    return None
+
+
+def experts_and_contexts(c: Config) -> str | None:
+    """What is decided over all tokens of a microbatch, of which context-parallel ranks have parts."""
+    m, cp = c.model, c.parallel.context_parallel_size
+    if m.num_experts is None or cp == 1:
+        return None
+    for shown, on in (
+        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn" in m.moe_router_load_balancing_type),
+        (f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor}", m.moe_expert_capacity_factor is not None),
+    ):
+        if on:
+            return (
+                f"{shown} with --context-parallel-size {cp}: the tokens of a sequence are chosen among together; use "
+                "--context-parallel-size 1"
+            )
     return None

@@ -92,3 +92,18 @@ def fp8_backend(c: Config) -> str | None:
     if c.fp8.fp8_param_gather and not c.optimizer.use_distributed_optimizer:
         return "--fp8-param-gather needs --use-distributed-optimizer; add it"
     return None
+
+
+def fp8_watching(c: Config) -> str | None:
+    """Statistics must go somewhere, and fallbacks need something to go by."""
+    f, shown = c.fp8, f"--fp8-monitor-interval {c.fp8.fp8_monitor_interval}"
+    if f.fp8_fallback_sqnr is not None and not f.fp8_monitor_interval:
+        return f"--fp8-fallback-sqnr {f.fp8_fallback_sqnr} needs --fp8-monitor-interval, which measures it; add it"
+    nowhere = c.logging.log_dir is None and c.logging.tensorboard_dir is None and f.fp8_fallback_sqnr is None
+    if f.fp8_monitor_interval and nowhere:
+        return f"{shown} writes into --log-dir or --tensorboard-dir; give one"
+    if f.fp8_fallback_for and f.fp8_fallback_after is None and f.fp8_fallback_sqnr is None:
+        return f"--fp8-fallback-for {f.fp8_fallback_for} needs --fp8-fallback-after or --fp8-fallback-sqnr; add one"
+    if f.fp8_forget_fallbacks and c.checkpoint.load is None:
+        return "--fp8-forget-fallbacks is about a checkpoint; give --load"
+    return None

@@ -50,7 +50,8 @@ IDLE = (
             *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups"),
             *("moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_z_loss_coeff"),
             *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
-            "moe_aux_loss_coeff",
+            *("moe_aux_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_per_layer_logging"),
+            *("moe_pad_expert_input_to_capacity", "moe_router_force_load_balancing", "moe_router_group_scores"),
         ),
         lambda c: c.model.num_experts is None,
         "without --num-experts",
@@ -59,6 +60,16 @@ IDLE = (
         ("moe_router_pre_softmax",),
         lambda c: c.model.num_experts is not None and c.model.moe_router_score_function != "softmax",
         "scores are not a softmax",
+    ),
+    Idle(
+        ("moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+        lambda c: c.model.num_experts is not None and "sinkhorn" in c.model.moe_router_load_balancing_type,
+        "sinkhorn has weights of its own",
+    ),
+    Idle(
+        ("moe_token_drop_policy",),
+        lambda c: c.model.num_experts is not None and c.model.moe_expert_capacity_factor is None,
+        "without --moe-expert-capacity-factor",
     ),
     Idle(
         ("moe_router_bias_update_rate",),

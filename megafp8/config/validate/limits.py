@@ -18,14 +18,14 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "wgrad_queue_mib"),
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "distributed_timeout_minutes"),
         *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval"),
-        *("exit_interval", "exit_duration_in_mins", "iterations_to_skip", "recompute_num_layers"),
+        *("exit_interval", "exit_duration_in_mins", "recompute_num_layers", "fp8_fallback_after"),
         *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
         *("save_interval", "save_retain_interval", "log_interval"),
         *("microbatch_group_size_per_vp_stage",),
         *("fp8_amax_history_len", "rotary_seq_len_interpolation_factor", "original_max_position_embeddings"),
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rotary_scaling_factor"),
         *("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk"),
-        *("moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"),
     ),
     0: (
         *("lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples", "decoupled_lr", "decoupled_min_lr"),
@@ -43,6 +43,7 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         ),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_amax_epsilon", "fp8_monitor_interval"),
+        *("fp8_fallback_for", "fp8_fallback_sqnr"),
         *("fp8_margin", "tiktoken_num_special_tokens", "mscale", "mscale_all_dim", "mtp_num_layers"),
         *("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
     ),
@@ -69,6 +70,7 @@ LARGEST, SMALLEST = 3.4e38, 1.2e-38
 ABOVE_ZERO = (
     *("rotary_base", "rotary_percent", "rope_scaling_factor", "beta_fast", "beta_slow"),
     *("moe_router_topk_scaling_factor", "norm_epsilon", "latent_norm_epsilon", "adam_eps"),
+    "moe_expert_capacity_factor",
 )
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
 

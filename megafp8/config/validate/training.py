@@ -85,6 +85,14 @@ def length(c: Config) -> str | None:
     return None
 
 
+def skipped_iterations(c: Config) -> str | None:
+    try:
+        _ = c.train.skipped_ranges
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def recompute(c: Config) -> str | None:
     t = c.train
     for name, wants in (
