@@ -31,8 +31,11 @@ test: venv lint
 test-slow: venv
 	$(PYTEST) -m "slow and not gpu" -q
 
+# Most of a GPU test's time is compilation on the host: GPU_WORKERS processes share the device.
+GPU_WORKERS ?= 4
+
 test-gpu: venv
-	$(PYTEST) -m gpu -q
+	$(PYTEST) -n $(GPU_WORKERS) --dist worksteal -m gpu -q
 
 lint: venv
 	$(PY) -m ruff check .
