@@ -14,7 +14,8 @@ from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.input_spec import InputSpec
-from megafp8.fp8.linear_function import LinearArgs, LinearFunction
+from megafp8.fp8.linear_args import LinearArgs
+from megafp8.fp8.linear_function import LinearFunction
 from megafp8.fp8.param import Weight
 from megafp8.fp8.producer import Producer, Want
 from megafp8.fp8.recipe import ROLES, Recipe
@@ -77,6 +78,11 @@ class Linear(nn.Module):
             owner = Weight(self.weight, self.recipe, **options)
             self._owner = self.weight.owner = owner
         return owner
+
+    def use_recipe(self, recipe: Recipe | None) -> None:
+        """Changes what the linear computes with, from the next step on. A weight that is on its way must have arrived."""
+        self.recipe = recipe
+        self._own_weight()
 
     def input_spec(self, training: bool = True) -> InputSpec:
         """What a producer should hand over; `training`: whether backward follows."""

@@ -21,70 +21,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
-from megafp8.fp8.comm import CommPlan
-from megafp8.fp8.input_spec import Scaling
-from megafp8.fp8.param import Weight
-from megafp8.fp8.producer import Gradients, Producer, Tensors, Want
-from megafp8.fp8.recipe import Recipe
+from megafp8.fp8.linear_args import LinearArgs
+from megafp8.fp8.producer import Gradients, Tensors, Want
 from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.step import StepContext
-
-
-@dataclass(frozen=True)
-class LinearArgs:
-    """What the autograd function is told besides its tensors.
-
-    name: global name of the weight, under which a history is kept. keep: whether backward may follow. dtype: of the
-    output and of dX. producer: makes the input; with `requantize_input` backward has it made again. grad_want: how the
-    producer's dX is wanted.
-    """
-
-    weight: Weight
-    recipe: Recipe | None
-    step: StepContext | None
-    name: str | None
-    requantize_input: bool
-    comm: CommPlan
-    backend: str
-    keep: bool
-    dtype: torch.dtype
-    producer: Producer | None = None
-    grad_want: Want | None = None
-
-    def scaling(self, role: str, *, whole: bool = False) -> Scaling:
-        """`whole`: the tensor has been gathered already."""
-        name = f"{self.name}/{role}" if self.recipe.uses_history else None
-        cut = None if whole else self.comm.cut(role)
-        place = f"{self.name}/{role}" if self.name else None
-        return Scaling(self.recipe.quantizer(role), name, self.step, self.comm.axis, cut, self.comm.grid, place)
-
-    @property
-    def defers(self) -> bool:
-        """Whether weight gradients wait in the step's queue."""
-        return self.step is not None and self.step.grads is not None and self.step.wgrads is not None
-
-    def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
-        """Shows the step's observer, if any, an operand that came quantized. x: gives it in high precision."""
-        if self.step is not None and self.step.observer is not None and self.name:
-            self.step.observer.see(f"{self.name}/{role}", x(), quantized)
-
-    @property
-    def gathers_first(self) -> bool:
-        """Whether the input is gathered in high precision, before it is quantized."""
-        return self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)
-
-    def needs(self, role: str) -> dict[str, str]:
-        return gemm.needs(self.recipe, role, self.weight.param.device)
-
-    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
-        """How a producer should hand over its value; None: in high precision."""
-        scaling = self.scaling("input")
-        return Want(scaling.quantizer, rowwise, colwise) if scaling.is_local(rows) else None
-
-    def weight_operand(self, gemm_name: str) -> QuantizedStorage:
-        return self.weight.operand(gemm_name, self.scaling("weight").scale)
+from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, sum_rows
 
 
 def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
@@ -129,8 +71,8 @@ class LinearFunction(torch.autograd.Function):
         run = _backward_high_precision if args.recipe is None else _backward_fp8
         dx, wgrad, others = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
-        dw = _deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
-        db = _deliver(ctx.bias, _sum_rows(dy), args.step) if needs_bias else None
+        dw = deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
+        db = deliver(ctx.bias, sum_rows(dy), args.step) if needs_bias else None
         return dx, dw, db, None, *others
 
 
@@ -188,14 +130,6 @@ def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...]
     return (kept.data, kept.scale_inv), lambda data, scale_inv: QuantizedStorage(
         data, scale_inv, tile, scale, orientation
     )
-
-
-@dataclass(frozen=True)
-class Wgrad:
-    """dW, FP32, once it is `run`; until then it holds operands of `held_bytes`."""
-
-    run: Callable[[], Tensor]
-    held_bytes: int
 
 
 def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
@@ -360,30 +294,3 @@ def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStor
     source = args.comm.gather(x) if whole else x
     pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", record=False)
     return _pick(pair, orientation)
-
-
-def _sum_rows(dy: Tensor) -> Callable[[], Tensor]:
-    return lambda: dy.sum(0, dtype=torch.float32)
-
-
-def _deliver_wgrad(param: Tensor, wgrad: Wgrad, step: StepContext | None) -> Tensor | None:
-    """Delivers dW now, or leaves that to `step.wgrads`."""
-    if step is None or step.grads is None or step.wgrads is None:
-        return _deliver(param, wgrad.run, step)
-    grads = step.grads
-
-    def run() -> None:
-        grads.buffer(param).add_(wgrad.run())
-        grads.ready(param)
-
-    step.wgrads.submit(run, wgrad.held_bytes)
-    return None
-
-
-def _deliver(param: Tensor, make: Callable[[], Tensor], step: StepContext | None) -> Tensor | None:
-    """Adds an FP32 gradient into the sink's buffer, or returns it for `.grad` in the parameter's dtype."""
-    if step is None or step.grads is None:
-        return make().to(param.dtype)
-    step.grads.buffer(param).add_(make())
-    step.grads.ready(param)
-    return None
