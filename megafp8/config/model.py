@@ -121,6 +121,11 @@ class ModelConfig:
     )
     moe_router_num_groups: int | None = flag(None, "Experts are chosen within the best of so many groups of experts.")
     moe_router_group_topk: int | None = flag(None, "How many groups a token's experts may come from.")
+    moe_router_group_scores: int | None = flag(
+        None,
+        "How many of its best scores a group is judged by, added up; DeepSeek's own code always takes 2.",
+        shown_default="--moe-router-topk / --moe-router-group-topk, as in Megatron-LM",
+    )
     moe_router_dtype: str | None = flag(
         None, "Number format of the router's product; never below fp32.", choices=("fp32", "fp64"), shown_default="fp32"
     )
@@ -130,7 +135,8 @@ class ModelConfig:
     moe_router_bias_update_rate: float = flag(1e-3, "How far an expert's bias moves in a step.")
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",),
-        "Auxiliary losses that balance the load: over a microbatch, over each sequence, or none.",
+        "What balances the load: losses over a microbatch (aux_loss), each sequence (seq_aux_loss), the global batch "
+        "(global_aux_loss), one or several; or sinkhorn; or none.",
         nargs="+",
         metavar="TYPE",
         shown_default="aux_loss",
@@ -143,6 +149,26 @@ class ModelConfig:
         shown_default="0.0",
     )
     moe_z_loss_coeff: float | None = flag(None, "Coefficient of the loss on large logits.", shown_default="off")
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "Most tokens that an expert takes of a microbatch, in even shares (tokens x top-k / experts); the rest is "
+        "dropped.",
+        shown_default="no limit: nothing is dropped",
+    )
+    moe_token_drop_policy: str = flag(
+        "probs",
+        "Which of an expert's tokens stay when there are too many: those of largest weight, or the first ones.",
+        choices=("probs", "position"),
+    )
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, "Give every expert as many rows as its capacity, zeros where there are no tokens: sizes never change."
+    )
+    moe_router_force_load_balancing: bool = flag(
+        False, "For benchmarks: deal tokens out to the experts in turn, whatever the router says."
+    )
+    moe_per_layer_logging: bool = flag(
+        False, "Log auxiliary losses and every expert's load by layer, not only means over the layers."
+    )
     mtp_num_layers: int | None = flag(
         None, "Multi-token prediction: how many tokens beyond the next are predicted.", shown_default="0"
     )
@@ -174,7 +200,14 @@ class ModelConfig:
         return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
+    def group_scores(self) -> int:
+        """How many of its best scores a group of experts is judged by; 0 where there are no groups."""
+        if self.moe_router_group_topk is None:
+            return 0
+        return self.moe_router_group_scores or self.moe_router_topk // self.moe_router_group_topk
+
+    @property
     def balancing_losses(self) -> dict[str, float]:
         """Auxiliary loss -> its coefficient, of those that have an effect."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
-        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+        return {kind: weight for kind, weight in pairs if kind not in ("none", "sinkhorn") and weight}

@@ -81,11 +81,10 @@ class _Parts(nn.Module):
         """The routers of all layers with experts, in order."""
         return (module for module in self.modules() if isinstance(module, Router))
 
-    def update_expert_bias(self, statistics: Statistics) -> None:
-        """Once a step: moves the experts' biases by the loads counted in it, over the global batch."""
+    def end_step(self, statistics: Statistics) -> None:
+        """Once a step: routers take what was counted in it, over the global batch."""
         for router in self.routers():
-            if router.expert_bias is not None:
-                router.update_expert_bias(statistics.sums[router.load_name])
+            router.end_step(statistics)
 
     def state(self) -> dict[str, StateItem]:
         """What isn't a parameter: the experts' biases, saved beside the weights."""
@@ -113,6 +112,7 @@ class GPTModel(_Parts):
         self.vocab_size, self.tp, self.cp = build.vocab_size, build.tp, build.parallel.cp
         self.padded_vocab_size = build.model.padded_vocab_size
         self.max_positions = build.model.max_position_embeddings
+        self.experts_logged = build.model.num_experts if build.model.moe_per_layer_logging else None
         self.tied = not build.model.untie_embeddings_and_output_weights
         self.mtp_scale = build.model.mtp_loss_scaling_factor / max(build.model.mtp_num_layers or 0, 1)
         depths = build.model.mtp_num_layers or 0 if stage.loss else 0

@@ -21,6 +21,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.resume import OPTIMIZER
 from megafp8.config import Config, diff
+from megafp8.core.moe.shares import LastShares
 from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
 from megafp8.parallel import ParallelContext
 from megafp8.params import StateItem
@@ -41,6 +42,7 @@ class RunState:
             parts.model,
             parts.optimizer,
             parts.scaling,
+            LastShares(parts.model.routers()),
             RandomState(parts.parallel.rank),
         ]
         self._owners = [owner for owner in owners if owner is not None]

@@ -57,7 +57,7 @@ def load_trained(load: str | Path, device: torch.device, *, step: int | None = N
     weights, scaling = ModelWeights(named_specs(model)), DelayedScaling.of(model)
     owners = [owner for owner in (weights, model, scaling) if owner is not None]
     wanted = {name: item for owner in owners for name, item in owner.state().items()}
-    tensors = load_checkpoint(found.directory, wanted, ignored=("optimizer/", "rng/", "fp8_scaling/"))
+    tensors = load_checkpoint(found.directory, wanted, ignored=("optimizer/", "rng/", "fp8_scaling/", "balance/"))
     for owner in owners:
         owner.load_state(tensors)
     return TrainedModel(model, tokenizer, config, found.iteration, scaling, device)

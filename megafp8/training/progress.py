@@ -48,6 +48,7 @@ class IterationRecord:
     loss: Tensor
     stats: StepStats
     means: dict[str, Tensor] = field(default_factory=dict)
+    expert_loads: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(progress: Progress, *, learning_rate: float, global_batch_size: int, output: StepOutput, stats: StepStats):
@@ -58,7 +59,7 @@ class IterationRecord:
             "learning_rate": learning_rate,
             "global_batch_size": global_batch_size,
         }
-        return IterationRecord(host, output.loss, stats, output.means)
+        return IterationRecord(host, output.loss, stats, output.means, output.expert_loads)
 
 
 def read_records(records: list[IterationRecord]) -> list[dict[str, Any]]:
@@ -75,4 +76,7 @@ def read_records(records: list[IterationRecord]) -> list[dict[str, Any]]:
     for name, row in zip(columns, numbers.tolist(), strict=True):
         for line, value in zip(lines, row, strict=True):
             line[name] = int(value) if name in ("skipped", "nan", "num_zeros") else value
+    for line, record in zip(lines, records, strict=True):
+        if record.expert_loads:
+            line["expert_load"] = {layer: load.long().tolist() for layer, load in record.expert_loads.items()}
     return lines

@@ -15,8 +15,7 @@ SCRIPTS = {
     "mixtral_8x7b": {"expert parallelism", "Weights & Biases"},
     "qwen3_30b_a3b": {"expert parallelism"},
     "deepseek_v3": {
-        *("capacity, forced balance and FP8 dispatch of experts", "expert parallelism"),
-        "Weights & Biases",
+        *("expert parallelism", "Weights & Biases"),
         "optimizer state below FP32",
     },
 }

@@ -100,13 +100,12 @@ def _args(hf: Values) -> dict[str, Any]:
 
 
 def _groups(hf: Values, topk: int) -> dict[str, Any]:
-    """DeepSeek adds up the two best scores of a group, ours top-k / groups: the same where that is two."""
+    """DeepSeek judges a group by its two best scores, whatever is chosen of it; Megatron-LM by top-k / groups."""
     groups, chosen = hf.integer("n_group", 1), hf.integer("topk_group", 1)
     if groups == 1:
         return {}
-    if topk != 2 * chosen:
-        raise ValueError(f"{hf.where}: 'num_experts_per_tok' {topk} is not twice 'topk_group' {chosen}; only that here")
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    found = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+    return found if topk == 2 * chosen else found | {"moe_router_group_scores": 2}
 
 
 def _present(args: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

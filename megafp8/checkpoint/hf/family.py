@@ -17,10 +17,14 @@ from megafp8.config.validate.idle import IDLE
 TRAINING_ONLY = {
     *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by", "moe_aux_loss_coeff"),
     *("moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate", "moe_router_dtype"),
-    "mtp_loss_scaling_factor",
+    *("mtp_loss_scaling_factor", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_per_layer_logging"),
+    *("moe_pad_expert_input_to_capacity", "moe_router_force_load_balancing"),
 }
 """Fields of ModelConfig that say nothing of the trained model."""
-DERIVED = {"group_query_attention", "use_rotary_position_embeddings", "moe_layer_freq", "window_size"}
+DERIVED = {
+    *("group_query_attention", "use_rotary_position_embeddings", "moe_layer_freq", "window_size"),
+    "moe_router_group_scores",
+}
 """Fields whose effect is compared otherwise."""
 BY_LAYOUT = {"rotary_interleaved"}
 """Fields that change the order of rows, which the layouts see to."""
@@ -86,7 +90,8 @@ def differences(a: Config, b: Config) -> list[str]:
         x, y = getattr(a.model, name), getattr(b.model, name)
         if (x or None) != (y or None) and name not in TRAINING_ONLY | DERIVED | BY_LAYOUT | idle:
             found.append(f"{flag_of(name)} is {y}, not {x}")
-    for name, what in (("moe_layer_freq", "moe_layers"), ("window_size", "window")):
+    properties = {"moe_layer_freq": "moe_layers", "window_size": "window", "moe_router_group_scores": "group_scores"}
+    for name, what in properties.items():
         if getattr(a.model, what) != getattr(b.model, what):
             found.append(f"{flag_of(name)} is {getattr(b.model, name)}, not {getattr(a.model, name)}")
     return found

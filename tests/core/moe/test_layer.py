@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megafp8.core.build import BuildContext, RecomputePlan
+from megafp8.core.moe.balancing import balance_loss, balance_scores, z_loss
 from megafp8.core.moe.layer import MoELayer
-from megafp8.core.moe.routing import RoutingRule, balance_loss, choose, z_loss
+from megafp8.core.moe.routing import RoutingRule, choose
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.policy import Policy
@@ -137,7 +138,7 @@ def test_auxiliary_losses_reach_the_router_and_the_input(kind):
     weight, z = plain.router.weight.detach().double().requires_grad_(), x.detach().double().requires_grad_()
     logits = z @ weight.T
     batch_size = SHAPE[0] if kind == "seq_aux_loss" else 1
-    loss = z_loss(logits) if kind == "z_loss" else balance_loss(logits, RoutingRule(2), batch_size)
+    loss = z_loss(logits) if kind == "z_loss" else balance_loss(*balance_scores(logits, RoutingRule(2)), batch_size)
     (coefficient * len(x) * loss).backward()
     assert relative_error(balanced.router.weight.grad - plain.router.weight.grad, weight.grad) < 1e-4
     assert relative_error(y.grad - x.grad, z.grad) < 1e-4
@@ -162,7 +163,9 @@ def test_bias_moves_towards_even_load():
     """CASES 54: by the rate, up where the load is below the mean, down above, not at all at the mean."""
     made = layer(replace(DEEPSEEK, moe_router_bias_update_rate=0.25))
     load = torch.tensor([3.0, 5, 4, 4, 0, 8, 4, 4])
-    made.router.update_expert_bias(load)
+    statistics = Statistics()
+    statistics.add(made.router.load_name, load)
+    made.router.end_step(statistics)
     assert made.router.expert_bias.tolist() == [0.25, -0.25, 0, 0, 0.25, -0.25, 0, 0]
     assert made.router.expert_bias.dtype == torch.float32
 

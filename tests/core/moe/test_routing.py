@@ -1,4 +1,4 @@
-"""Choice and weights of experts against transformers' routers, and the balancing losses against formulas in FP64."""
+"""Choice and weights of experts against transformers' routers and Megatron-LM's."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.core.moe.routing import RoutingRule, balance_loss, choose, count_tokens, z_loss
+from megafp8.core.moe.routing import RoutingRule, choose, choose_sinkhorn, count_tokens, dealt_out, sinkhorn
 
 EXPERTS, TOKENS = 16, 64
 
@@ -34,12 +34,13 @@ def their_router(kind: str, **options):
 
 
 DEEPSEEK = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-SIGMOID = RoutingRule(4, sigmoid=True, scaling=2.5, groups=4, group_topk=2)
+SIGMOID = RoutingRule(4, sigmoid=True, scaling=2.5, groups=4, group_topk=2, group_scores=2)
 CASES = {
     "mixtral": ("mixtral", {}, RoutingRule(4)),
     "qwen, normalized": ("qwen", {"norm_topk_prob": True}, RoutingRule(4)),
     "qwen, not normalized": ("qwen", {"norm_topk_prob": False}, RoutingRule(4, pre_softmax=True)),
     "deepseek": ("deepseek", DEEPSEEK, SIGMOID),
+    "deepseek, three groups": ("deepseek", DEEPSEEK | {"topk_group": 3}, replace(SIGMOID, group_topk=3)),
     "deepseek, not normalized": ("deepseek", DEEPSEEK | {"norm_topk_prob": False}, replace(SIGMOID, normalize=False)),
     "deepseek, one group": (
         "deepseek",
@@ -107,39 +108,81 @@ def test_gradients_reach_the_chosen_only():
     assert (x.grad.gather(1, experts) != 0).all()
 
 
-@pytest.mark.parametrize("sigmoid", [False, True])
-@pytest.mark.parametrize("sequences", [1, 4])
-def test_balance_loss_is_the_formula(sigmoid, sequences):
-    """CASES 52: skewed logits, in FP64: E sum f P, one softmax only."""
-    x = logits() + torch.linspace(0, 3, EXPERTS)
-    rule = RoutingRule(4, sigmoid=sigmoid)
-    losses = []
-    for part in x.double().chunk(sequences):
-        p = part.sigmoid() / part.sigmoid().sum(1, keepdim=True) if sigmoid else part.softmax(1)
-        load = torch.bincount(p.topk(4).indices.flatten(), minlength=EXPERTS) / (4 * len(part))
-        losses.append(EXPERTS * (load * p.mean(0)).sum())
-    expected = torch.stack(losses).mean()
-    assert balance_loss(x, rule, sequences).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert expected > 1.05
+def megatron():
+    """Megatron-LM's own functions."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.moe import moe_utils
+
+    return moe_utils
 
 
-def test_balance_loss_is_one_when_even():
-    even = torch.eye(EXPERTS).repeat(4, 1) * 3
-    assert balance_loss(even, RoutingRule(1, pre_softmax=True)).item() == pytest.approx(1.0, rel=1e-6)
+MEGATRON = {
+    "softmax after": RoutingRule(4),
+    "softmax before": RoutingRule(4, pre_softmax=True, scaling=2.5),
+    "softmax before, one": RoutingRule(1, pre_softmax=True),
+    "softmax, groups": RoutingRule(4, pre_softmax=True, groups=4, group_topk=2, group_scores=2),
+    "sigmoid": RoutingRule(4, sigmoid=True, scaling=2.5),
+    "sigmoid, groups of one score": RoutingRule(4, sigmoid=True, groups=8, group_topk=4, group_scores=1),
+    "sigmoid, one": RoutingRule(1, sigmoid=True),
+}
 
 
-def test_balance_loss_of_a_microbatch_depends_on_how_tokens_are_cut():
-    """CASES 52: documented for per-microbatch losses: a mean over parts is not the whole's."""
-    x = logits() + torch.linspace(0, 3, EXPERTS)
-    whole, parts = balance_loss(x, RoutingRule(2)), [balance_loss(part, RoutingRule(2)) for part in x.split([24, 40])]
-    assert torch.stack(parts) @ torch.tensor([24 / 64, 40 / 64]) != whole
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_choice_weights_and_gradients_are_megatrons(name, biased):
+    rule = MEGATRON[name]
+    bias = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(3)) * 0.3 if biased and rule.sigmoid else None
+    ours, theirs = logits(2).requires_grad_(), logits(2).requires_grad_()
+    experts, weights = choose(ours, rule, bias)
+    expected, chosen = megatron().topk_routing_with_score_function(
+        theirs,
+        rule.topk,
+        use_pre_softmax=rule.pre_softmax,
+        num_groups=rule.groups or None,
+        group_topk=rule.group_topk or None,
+        scaling_factor=rule.scaling,
+        score_function="sigmoid" if rule.sigmoid else "softmax",
+        expert_bias=bias,
+    )
+    spread = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights)
+    assert torch.equal(torch.zeros(TOKENS, EXPERTS).scatter(1, experts, 1.0).bool(), chosen)
+    torch.testing.assert_close(spread, expected)
+    grad = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(4))
+    (spread * grad).sum().backward(), (expected * grad).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_z_loss_is_the_formula():
-    x = logits().double()
-    assert z_loss(x).item() == pytest.approx((x.exp().sum(1).log() ** 2).mean().item(), rel=1e-12)
+@pytest.mark.parametrize("topk", [1, 3])
+def test_sinkhorn_is_megatrons_and_even(topk):
+    x = logits(7) + torch.linspace(0, 3, EXPERTS)
+    ours, theirs = sinkhorn(x), megatron().sinkhorn(x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(ours.sum(0), torch.full((EXPERTS,), 1 / EXPERTS), rtol=1e-3, atol=0)
+    experts, weights = choose_sinkhorn(x, topk, training=True)
+    assert torch.equal(experts.sort(1).values, theirs.topk(topk, 1).indices.sort(1).values)
+    scores = x.sigmoid() if topk == 1 else x.softmax(1)
+    assert torch.equal(weights, scores.gather(1, experts))
+    outside, _ = choose_sinkhorn(x, topk, training=False)
+    assert torch.equal(outside, scores.topk(topk, 1).indices)
+    uneven, even = count_tokens(outside, EXPERTS), count_tokens(experts, EXPERTS)
+    assert even.max() < uneven.max()
+
+
+def test_sinkhorn_of_large_logits_is_finite():
+    assert torch.isfinite(sinkhorn(logits() * 1e3)).all()
+
+
+def test_dealt_out_is_even():
+    """Token by token other experts, all as often; the weights are still the router's."""
+    experts = dealt_out(TOKENS, 3, EXPERTS, torch.device("cpu"))
+    assert all(len(set(row)) == 3 for row in experts.tolist())
+    assert count_tokens(experts, EXPERTS).tolist() == [TOKENS * 3 // EXPERTS] * EXPERTS
+    kept, weights = choose(logits(), RoutingRule(3, pre_softmax=True), experts=experts)
+    assert kept is experts
+    assert torch.equal(weights, logits().softmax(1).gather(1, experts))
 
 
 def test_counts():
     experts = torch.tensor([[0, 3], [3, 1], [3, 0]])
     assert count_tokens(experts, 5).tolist() == [2, 1, 0, 3, 0]
+    assert count_tokens(experts, 3).tolist() == [2, 1, 0], "expert 3 of 3 is none"
