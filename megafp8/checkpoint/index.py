@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import megafp8
 from megafp8.checkpoint.boxes import is_box_of
 from megafp8.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, FileRecord
 from megafp8.params import Box
@@ -62,6 +64,17 @@ class Index:
     tensors: Mapping[str, TensorRecord]
 
 
+def group_of(name: str) -> str:
+    """Which file a tensor goes to: the first component of `<group>/...`, or one for all others."""
+    group, _, rest = name.partition("/")
+    return group if rest and group.isidentifier() and group.isascii() else "tensors"
+
+
+def versions() -> dict[str, str]:
+    """What run.json says of the program that wrote it."""
+    return {"megafp8": megafp8.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
 def dump_index(index: Index) -> bytes:
     """The content of index.json; `read_index` reads it back."""
     body = index_to_json(index)
@@ -83,20 +96,6 @@ def index_from_json(body: dict[str, Any]) -> Index:
         raise ValueError(f"format {body['format']!r} version {body['version']!r} is not megafp8 version {VERSION}")
     files = {_file_name(name): _file_from_json(record) for name, record in body["files"].items()}
     return Index(files, {name: _tensor_from_json(name, record, files) for name, record in body["tensors"].items()})
-
-
-def merge_indexes(indexes: Iterable[Index]) -> Index:
-    """The index of what several ranks have written: a tensor's parts are those of all of them."""
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, TensorRecord] = {}
-    for index in indexes:
-        assert not files.keys() & index.files.keys(), "two ranks wrote one file"
-        files.update(index.files)
-        for name, new in index.tensors.items():
-            old = tensors.get(name)
-            assert old is None or (old.dtype, old.shape) == (new.dtype, new.shape), name
-            tensors[name] = new if old is None else TensorRecord(old.dtype, old.shape, old.parts + new.parts)
-    return Index(files, tensors)
 
 
 def read_index(directory: Path) -> Index:

@@ -1,31 +1,27 @@
 """Loading tensors from a checkpoint into any layout.
 
 Everything is checked before the first element is written: names, shapes, dtypes, boxes, and the checksums of the files
-that are needed. Then each tensor is read by slices of the parts that hold it.
+that are needed. Then each tensor is read by slices of the parts that hold it. Ranks find damage together: each sums up
+its share of the files, and what one finds is raised on all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from megafp8.checkpoint.boxes import pieces, slices_within
-from megafp8.checkpoint.index import Index, TensorRecord, read_index
-from megafp8.checkpoint.tensor_file import DamagedFileError, TensorReader, check_file, open_tensors
-from megafp8.params import Box, StateItem, name_of
+from megafp8.checkpoint.planner import BoxLoadPlanner
+from megafp8.checkpoint.ranks import agreed, known_to_any, spread
+from megafp8.checkpoint.storage import CheckpointReader
+from megafp8.checkpoint.strictness import STRICT, Strictness
+from megafp8.parallel import ParallelContext
+from megafp8.params import StateItem, name_of
 
-LOSSLESS = {
-    torch.bfloat16: {torch.float32, torch.float64},
-    torch.float16: {torch.float32, torch.float64},
-    torch.float32: {torch.float64},
-    torch.float64: set(),
-}
-"""Casts of a stored dtype that keep every value."""
-NAMES_SHOWN = 3
+ONE_RANK = ParallelContext()
 
 
 def load_checkpoint(
@@ -35,7 +31,10 @@ def load_checkpoint(
     optional: Sequence[str] = (),
     ignored: Sequence[str] = (),
     elsewhere: Collection[str] = (),
+    sources: Mapping[str, str] | None = None,
+    strictness: Strictness = STRICT,
     allow_narrowing: bool = False,
+    parallel: ParallelContext = ONE_RANK,
 ) -> dict[str, Tensor]:
     """Fills `wanted[name].tensor` in place from the checkpoint in `directory`, whatever layout it was saved in.
 
@@ -45,111 +44,49 @@ def load_checkpoint(
             device.
         optional: prefixes of names that the checkpoint may lack; what it lacks is left untouched.
         ignored: prefixes of names that the checkpoint may have without being wanted.
-        elsewhere: names that other ranks want, such as those of other pipeline stages.
+        elsewhere: names that are wanted by others, whom `parallel` doesn't know.
+        sources: name -> another name of the checkpoint to take its values from.
+        strictness: what to make of other names that are on one side alone.
         allow_narrowing: also load floating-point tensors into a dtype that rounds them.
+        parallel: the ranks that load together; every one calls it.
 
     Returns the tensors that were filled, by name, for the owners' `load_state()`.
 
-    Raises:
+    Raises, on every rank:
         DamagedFileError (a ValueError): a file is missing, cut short or changed; the line names it.
         ValueError: names are missing or unexpected, or a shape or dtype doesn't fit; nothing has been written.
     """
-    index = read_index(directory)
-    _check_names(directory, index, wanted, optional, ignored, elsewhere)
-    found = {key: item for key, item in wanted.items() if name_of(key) in index.tensors}
-    plan = [
-        read for key, item in found.items() for read in _plan(directory, name_of(key), item, index, allow_narrowing)
-    ]
-    files = sorted({read.file for read in plan})
-    for file in files:
-        check_regular(directory, file)
-        check_file(directory / file, index.files[file])
-    _read(directory, files, plan)
-    return {name: item.tensor for name, item in found.items()}
+    reader = CheckpointReader(directory, verify=False)
+    planner = BoxLoadPlanner(directory, sources=sources, allow_narrowing=allow_narrowing)
+    metadata = agreed(parallel, reader.read_metadata)
+    names = sorted(metadata.state_dict_metadata)
+    known = known_to_any(parallel, names, {name_of(key) for key in wanted} | set(elsewhere))
+
+    def plan() -> LoadPlan:
+        unexpected = [n for n in names if n not in known and not n.startswith(tuple(ignored))]
+        strictness.judge(directory, _missing(wanted, metadata, optional, sources or {}), unexpected)
+        planner.set_up_planner(wanted, metadata, parallel.is_first)
+        reader.set_up_storage_reader(metadata, parallel.is_first)
+        return planner.create_local_plan()
+
+    mine = planner.finish_plan(agreed(parallel, plan))
+    _check_sums(reader, mine, parallel)
+    mine = agreed(parallel, lambda: reader.prepare_local_plan(mine))
+    agreed(parallel, lambda: reader.read_data(mine, planner).wait())
+    return planner.filled
 
 
-class _Read:
-    """One slice of a stored part, and where it goes."""
-
-    def __init__(self, record: TensorRecord, number: int, common: Box, item: StateItem):
-        part = record.parts[number]
-        self.file, self.key, self.dtype = part.file, part.key, record.dtype
-        self.stored_shape = tuple(stop - start for start, stop in part.box)
-        self.source = slices_within(common, part.box)
-        self.target = item.tensor[slices_within(common, item.box)]
-
-    @torch.no_grad()
-    def run(self, reader: TensorReader) -> None:
-        self.target.copy_(reader.read(self.key, self.source))
+def _missing(
+    wanted: Mapping[str, StateItem], metadata: Metadata, optional: Sequence[str], sources: Mapping[str, str]
+) -> list[str]:
+    names = {name_of(key) for key in wanted}
+    lacking = (n for n in names if sources.get(n, n) not in metadata.state_dict_metadata)
+    return sorted(n for n in lacking if not n.startswith(tuple(optional)))
 
 
-def _plan(directory: Path, name: str, item: StateItem, index: Index, allow_narrowing: bool) -> list[_Read]:
-    record = index.tensors[name]
-    if record.shape != tuple(item.shape):
-        raise ValueError(
-            f"'{name}' has the shape {list(record.shape)} in {directory}, this run's is {list(item.shape)}: "
-            "the model's flags must be those of the checkpoint"
-        )
-    _check_dtype(directory, name, record.dtype, item.tensor.dtype, allow_narrowing)
-    try:
-        found = pieces(item.box, [part.box for part in record.parts])
-    except ValueError as error:
-        raise DamagedFileError(f"{directory}: '{name}' is incomplete: {error}") from None
-    return [_Read(record, number, common, item) for number, common in found]
-
-
-def _read(directory: Path, files: Iterable[str], plan: list[_Read]) -> None:
-    """Opens every file once, checks what it holds against the index, and only then writes."""
-    by_file: dict[str, list[_Read]] = {file: [] for file in files}
-    for read in plan:
-        by_file[read.file].append(read)
-    for step in ("check", "read"):
-        for file, reads in by_file.items():
-            with ExitStack() as stack:
-                reader = stack.enter_context(open_tensors(directory / file))
-                for read in reads:
-                    if step == "check":
-                        reader.check(read.key, read.dtype, read.stored_shape)
-                    else:
-                        read.run(reader)
-
-
-def check_regular(directory: Path, file: str) -> None:
-    """Raises DamagedFileError for a link or anything else that isn't a file of this directory."""
-    path = directory / file
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise DamagedFileError(f"{path} is not a regular file; links are not followed")
-
-
-def _check_dtype(directory: Path, name: str, stored: torch.dtype, wanted: torch.dtype, allow_narrowing: bool) -> None:
-    if stored == wanted or wanted in LOSSLESS.get(stored, ()):
-        return
-    if stored in LOSSLESS and wanted in LOSSLESS:
-        if allow_narrowing:
-            return
-        raise ValueError(f"'{name}' is {stored} in {directory} and would be rounded to {wanted} in this run")
-    raise ValueError(f"'{name}' is {stored} in {directory}, this run's is {wanted}")
-
-
-def _check_names(
-    directory: Path,
-    index: Index,
-    wanted: Mapping[str, StateItem],
-    optional: Sequence[str],
-    ignored: Sequence[str],
-    elsewhere: Collection[str],
-) -> None:
-    missing = {name_of(key) for key in wanted} - index.tensors.keys()
-    missing = [n for n in sorted(missing) if not n.startswith(tuple(optional))]
-    known = {name_of(key) for key in (*wanted, *elsewhere)}
-    unexpected = [n for n in index.tensors if n not in known and not n.startswith(tuple(ignored))]
-    if missing:
-        raise ValueError(f"{directory} lacks {_some(missing)}")
-    if unexpected:
-        raise ValueError(f"{directory} holds {_some(unexpected)}, for which this run has no place")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in sorted(names)[:NAMES_SHOWN])
-    more = len(names) - NAMES_SHOWN
-    return shown if more <= 0 else f"{shown} and {more} more"
+def _check_sums(reader: CheckpointReader, plan: LoadPlan, parallel: ParallelContext) -> None:
+    """Every file that some rank needs is summed up by one rank. Raises DamagedFileError on all ranks."""
+    needed = known_to_any(parallel, sorted(reader.files), reader.needed(plan))
+    sizes = {file: reader.files[file].size for file in needed}
+    share = spread(sizes, parallel.world_size)[parallel.rank]
+    agreed(parallel, lambda: reader.check_sums(share))

@@ -1,48 +1,26 @@
-"""Saving a checkpoint: every rank writes its share into a partial directory, then rank 0 writes the index of all and
-renames.
+"""Saving a checkpoint, in three steps: all ranks plan together, each writes its files, rank 0 publishes.
 
-Owners' `state()` gives the items; the first component of a name picks the file (`model/...` goes to
-`model-00000.safetensors`, with the rank's number). What several ranks hold alike is written by one of them. With more
-than one rank, `--save` must be a directory that all of them see.
+Planning and publishing are the planner's and the storage's (`planner.py`, `storage.py`); `dcp.save` takes the same
+steps. They are driven here for two reasons: what ranks tell each other is JSON and no pickle, and the middle step, in
+which ranks don't talk, can go on in the background (`background.py`).
+
+Owners' `state()` gives the items. With more than one rank, `--save` must be a directory that all of them see.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-import megafp8
-from megafp8.checkpoint.directory import (
-    PARTIAL,
-    clean,
-    discard_partial,
-    iteration_name,
-    latest_iteration,
-    publish,
-    remove,
-)
-from megafp8.checkpoint.index import (
-    INDEX_FILE,
-    RUN_FILE,
-    Index,
-    Part,
-    TensorRecord,
-    dump_index,
-    index_from_json,
-    index_to_json,
-    merge_indexes,
-)
-from megafp8.checkpoint.ranks import Held, exchange, share_out, together
-from megafp8.checkpoint.tensor_file import FileRecord, write_bytes, write_tensors
+from megafp8.checkpoint.planner import BoxSavePlanner, plan_from_json, plan_to_json
+from megafp8.checkpoint.ranks import exchange, together
+from megafp8.checkpoint.storage import CheckpointWriter, results_from_json, results_to_json
 from megafp8.parallel import ParallelContext
-from megafp8.params import StateItem, name_of
+from megafp8.params import StateItem
 
 log = logging.getLogger(__name__)
 ONE_RANK = ParallelContext()
@@ -68,92 +46,86 @@ def save_checkpoint(
             the iteration and library versions are added; rank 0's counts.
         retain_interval: delete the checkpoint that was the latest before, unless its iteration is a multiple of this.
 
-    Returns the checkpoint's directory, or None on every rank when the disk refused one (full, gone, read-only): that
-    is logged, what was written is removed, and training goes on.
+    Returns the checkpoint's directory, or None on every rank when the disk refused one (full, gone, read-only) or
+    another run is saving there: that is logged, what was written is removed, and training goes on.
     """
-    save = Path(save)
-    partial = save / (PARTIAL + iteration_name(iteration))
-    run = json.dumps({**metadata, "iteration": iteration, "versions": versions()}, indent=1).encode() + b"\n"
-    try:
-        previous, *_ = together(parallel, lambda: _prepare(save, partial) if parallel.is_first else None)
-        share = share_of(items, parallel)
-        written = together(parallel, lambda: index_to_json(write_rank_files(partial, parallel.rank, share)))
-        together(parallel, lambda: _finish(save, iteration, written, run) if parallel.is_first else None)
-    except OSError as error:
-        if parallel.is_first:
-            log.error("checkpoint of iteration %d was not saved in %s: %s", iteration, save, error)
-            discard_partial(save, iteration)
+    job = SaveJob(CheckpointWriter(save, iteration, metadata, retain_interval=retain_interval), parallel)
+    if not job.plan(items):
         return None
-    superseded = retain_interval is not None and previous not in (None, iteration) and previous % retain_interval
-    if parallel.is_first and superseded:
-        _try_remove(save, previous)
-    return save / iteration_name(iteration)
+    job.write()
+    return job.finish()
 
 
-def _prepare(save: Path, partial: Path) -> int | None:
-    """Makes the partial directory; returns the latest iteration saved before."""
-    save.mkdir(parents=True, exist_ok=True)
-    clean(save)
-    previous = latest_iteration(save)
-    partial.mkdir()
-    return previous
+class SaveJob:
+    """One save. `plan` and `finish` are called by every rank at the same point; `write` by each alone, from any
+    thread."""
+
+    def __init__(self, writer: CheckpointWriter, parallel: ParallelContext) -> None:
+        self._writer, self._parallel = writer, parallel
+        self._planner = BoxSavePlanner()
+        self._written: list[Any] = []
+        self._error: BaseException | None = None
+
+    def plan(self, items: Mapping[str, StateItem]) -> bool:
+        """Decides who writes what and makes the directory; False on every rank when the disk refused."""
+        self._plan, self._metadata = plan_save(self._planner, items, self._parallel, self._writer)
+        try:
+            together(self._parallel, lambda: self._writer.set_up_storage_writer(self._parallel.is_first))
+        except OSError as error:
+            return self._refused(error)
+        return True
+
+    def stage(self, copy: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """From now on the job holds what `copy` made of the tensors that this rank writes, and no others."""
+        self._planner.stage(self._plan, copy)
+
+    def write(self) -> None:
+        """Writes this rank's files. What goes wrong is kept for `finish`."""
+        try:
+            self._written = results_to_json(self._writer.write_data(self._plan, self._planner).wait())
+        except BaseException as error:  # noqa: BLE001 -- raised in `finish`, in the main thread
+            self._error = error
+        self._planner.release()
+
+    def finish(self) -> Path | None:
+        """Publishes the checkpoint and returns its directory; None on every rank when the disk refused one.
+
+        Raises what went wrong in `write` on this rank, if it isn't the disk's fault.
+        """
+        try:
+            written = together(self._parallel, self._outcome)
+            together(self._parallel, lambda: self._publish(written) if self._parallel.is_first else None)
+        except OSError as error:
+            self._refused(error)
+            return None
+        return self._writer.directory
+
+    def _outcome(self) -> list[Any]:
+        error, self._error = self._error, None
+        if error is None:
+            return self._written
+        try:
+            raise error
+        finally:
+            del error  # else this frame and the error keep each other, and the lock, alive
+
+    def _publish(self, written: list[list[Any]]) -> None:
+        self._writer.finish(self._metadata, [results_from_json(rows) for rows in written])
+
+    def _refused(self, error: OSError) -> bool:
+        if self._parallel.is_first:
+            iteration, save = self._writer.iteration, self._writer.directory.parent
+            log.error("checkpoint of iteration %d was not saved in %s: %s", iteration, save, error)
+        self._writer.give_up()
+        return False
 
 
-def share_of(items: Mapping[str, StateItem], parallel: ParallelContext) -> dict[str, StateItem]:
-    """The items that this rank writes, of those it holds."""
-    items = {key: item for key, item in items.items() if not item.replica and not _is_nothing(item)}
-    mine = [Held(name_of(key), item.box, item.tensor.nbytes) for key, item in items.items()]
-    everyone = exchange(parallel, mine)
-    held = [[Held(name, tuple(map(tuple, box)), size) for name, box, size in parts] for parts in everyone]
-    share = share_out(held)[parallel.rank]
-    return {key: item for key, item in items.items() if (name_of(key), item.box) in share}
-
-
-def _is_nothing(item: StateItem) -> bool:
-    """Whether a rank holds no element of a tensor that has some."""
-    return item.tensor.numel() == 0 and math.prod(item.shape) > 0
-
-
-def write_rank_files(directory: Path, rank: int, items: Mapping[str, StateItem]) -> Index:
-    """Writes one rank's `<group>-<rank>.safetensors` files and returns what is in them. Raises OSError."""
-    groups: dict[str, dict[str, StateItem]] = {}
-    for name, item in items.items():
-        groups.setdefault(group_of(name), {})[name] = item
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, TensorRecord] = {}
-    for group, members in sorted(groups.items()):
-        file = f"{group}-{rank:05d}.safetensors"
-        files[file] = write_tensors(directory / file, {name: item.tensor for name, item in members.items()})
-        for key, item in members.items():
-            record = tensors.get(name_of(key))
-            parts = (*(record.parts if record else ()), Part(file, key, item.box))
-            tensors[name_of(key)] = TensorRecord(item.tensor.dtype, tuple(item.shape), parts)
-    return Index(files, tensors)
-
-
-def _finish(save: Path, iteration: int, written: list[dict[str, Any]], run: bytes) -> None:
-    """Writes run.json and the index of all ranks' files, and publishes."""
-    partial = save / (PARTIAL + iteration_name(iteration))
-    index = merge_indexes(index_from_json(body) for body in written)
-    files = {**index.files, RUN_FILE: write_bytes(partial / RUN_FILE, run)}
-    write_bytes(partial / INDEX_FILE, dump_index(Index(files, index.tensors)))
-    publish(save, iteration)
-
-
-def group_of(name: str) -> str:
-    """The first component of a global name."""
-    group, _, rest = name.partition("/")
-    assert rest, f"{name}: names are <group>/..."
-    assert group.isidentifier(), f"{name}: the group names a file"
-    return group
-
-
-def versions() -> dict[str, str]:
-    return {"megafp8": megafp8.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _try_remove(save: Path, iteration: int) -> None:
-    try:
-        remove(save, iteration)
-    except OSError as error:
-        log.warning("could not delete the old checkpoint %s: %s", save / iteration_name(iteration), error)
+def plan_save(planner: BoxSavePlanner, items: Mapping[str, StateItem], parallel: ParallelContext, writer=None):
+    """This rank's plan and the checkpoint's metadata, as all ranks together decide. Every rank calls it."""
+    planner.set_up_planner(items, is_coordinator=parallel.is_first)
+    local = planner.create_local_plan()
+    plans = [plan_from_json(rows) for rows in exchange(parallel, plan_to_json(local))]
+    plans, metadata = planner.create_global_plan(plans)
+    if writer is not None:
+        plans = writer.prepare_global_plan(plans)
+    return planner.finish_plan(plans[parallel.rank]), metadata

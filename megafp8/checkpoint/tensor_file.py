@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,14 +28,18 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Name in the format -> dtype. E8M0 scales are stored as the U8 bytes they are."""
+"""Name in the format -> dtype."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BLOCK = 1 << 22
 """Bytes written or summed up at once."""
@@ -129,18 +134,28 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
         yield data[start : start + BLOCK]
 
 
+def check_regular(directory: Path, file: str) -> None:
+    """Raises DamagedFileError for a link or anything else that isn't a file of this directory."""
+    path = directory / file
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DamagedFileError(f"{path} is not a regular file; links are not followed")
+
+
 def check_file(path: Path, record: FileRecord) -> None:
     """Raises DamagedFileError unless the file has the recorded size and checksum. Reads it in blocks."""
     try:
         size = path.stat().st_size
         if size != record.size:
             raise DamagedFileError(f"{path} is damaged: it has {size} bytes, {record.size} were written")
-        crc32 = 0
-        with path.open("rb") as stream:
-            while block := stream.read(BLOCK):
-                crc32 = zlib.crc32(block, crc32)
+        crc32, block = 0, memoryview(bytearray(min(BLOCK, size + 1)))
+        with path.open("rb", buffering=0) as stream:
+            while count := stream.readinto(block):
+                crc32 = zlib.crc32(block[:count], crc32)
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} can't be read: {error.strerror}") from None
     if crc32 != record.crc32:
         raise DamagedFileError(f"{path} is damaged: checksum {crc32:08x}, {record.crc32:08x} was written")
 

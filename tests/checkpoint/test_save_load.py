@@ -6,10 +6,9 @@ import random
 import pytest
 import torch
 
-from megafp8.checkpoint import DamagedFileError, load_checkpoint, save_checkpoint
-from megafp8.checkpoint.index import Index, dump_index, merge_indexes, read_index
-from megafp8.checkpoint.save import write_rank_files
-from megafp8.checkpoint.tensor_file import write_bytes
+from megafp8.checkpoint import CheckpointWriter, DamagedFileError, load_checkpoint, save_checkpoint
+from megafp8.checkpoint.index import Index, read_index
+from megafp8.checkpoint.planner import BoxSavePlanner
 from megafp8.params import StateItem
 from tests.checkpoint.helpers import SHAPES, assert_equal_items, make_items, poisoned
 
@@ -77,16 +76,28 @@ def shard(items, ranks, rng):
     return layouts
 
 
+def save_as_ranks(save, layouts):
+    """What so many ranks would save together, written by one process after the other."""
+    writer, planners = CheckpointWriter(save, 1), [BoxSavePlanner() for _ in layouts]
+    writer.set_up_storage_writer(is_coordinator=True)
+    for planner, items in zip(planners, layouts, strict=True):
+        planner.set_up_planner(items)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    plans = writer.prepare_global_plan(plans)
+    results = [writer.write_data(plan, planner).wait() for plan, planner in zip(plans, planners, strict=True)]
+    writer.finish(metadata, results)
+    return writer.directory
+
+
 @pytest.mark.parametrize(("saving", "loading"), [(1, 3), (2, 1), (2, 3), (4, 2), (3, 4)])
 def test_any_layout_loads_any_other(tmp_path, saving, loading):
     """CASES 57: uneven cuts along different dimensions; masters and weights are equal by name."""
     rng = random.Random(saving * 10 + loading)
     items = make_items()
-    records = [write_rank_files(tmp_path, rank, part) for rank, part in enumerate(shard(items, saving, rng))]
-    write_bytes(tmp_path / "index.json", dump_index(merge_indexes(records)))
+    directory = save_as_ranks(tmp_path, shard(items, saving, rng))
     for part in shard(items, loading, rng):
         wanted = poisoned(part)
-        load_checkpoint(tmp_path, wanted, ignored=("optimizer/step",))
+        load_checkpoint(directory, wanted, ignored=("optimizer/step",))
         assert_equal_items(wanted, part)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.checkpoint.hf.write import write_json
-from megafp8.checkpoint.load import check_regular
-from megafp8.checkpoint.tensor_file import DamagedFileError
+from megafp8.checkpoint.tensor_file import DamagedFileError, check_regular
 
 KEPT = "hf"
 """Name of the directory, beside a converted model's checkpoints, that keeps the files of the model it came from."""

@@ -20,8 +20,7 @@ from megafp8.checkpoint.hf.block_fp8 import SCALE_SUFFIX, BlockFP8, dequantize, 
 from megafp8.checkpoint.hf.family import Family, canonical
 from megafp8.checkpoint.hf.values import Values, read_json
 from megafp8.checkpoint.index import FILE_NAME
-from megafp8.checkpoint.load import check_regular
-from megafp8.checkpoint.tensor_file import DTYPES, DamagedFileError
+from megafp8.checkpoint.tensor_file import DTYPES, DamagedFileError, check_regular
 
 CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.boxes import pieces, slices_within
 from megafp8.checkpoint.index import TensorRecord, read_index
-from megafp8.checkpoint.load import check_regular
 from megafp8.checkpoint.resume import Found
-from megafp8.checkpoint.tensor_file import DamagedFileError, TensorReader, check_file, open_tensors
+from megafp8.checkpoint.tensor_file import DamagedFileError, TensorReader, check_file, check_regular, open_tensors
 
 
 class StoredCheckpoint:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.directory import LATEST, iteration_name, sync_directory
 from megafp8.checkpoint.hf.source import WEIGHTS, WEIGHTS_INDEX
-from megafp8.checkpoint.index import INDEX_FILE, RUN_FILE, Index, Part, TensorRecord, dump_index
-from megafp8.checkpoint.save import group_of, versions
+from megafp8.checkpoint.index import INDEX_FILE, RUN_FILE, Index, Part, TensorRecord, dump_index, group_of, versions
 from megafp8.checkpoint.tensor_file import write_bytes, write_tensors
 
 Load = Callable[[str], Tensor]
