@@ -80,7 +80,7 @@ class Linear(nn.Module):
         return owner
 
     def use_recipe(self, recipe: Recipe | None) -> None:
-        """Changes what the linear computes with, from the next step on. A weight that is on its way must have arrived."""
+        """Changes what the linear computes with, between two steps; a weight on its way must have arrived."""
         self.recipe = recipe
         self._own_weight()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,27 +17,43 @@ class Progress:
     """Counters of the whole training, over all resumes: they follow the data, so skipped steps count too.
 
     schedule_start: consumed samples at which the schedule began; not 0 after a start with --no-load-optim.
+    fallen: linears that run in BF16 for now, and since which iteration (fallback.py). suspect: an iteration that has to
+    be computed again, and the bits of its loss (rerun.py).
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     schedule_start: int = 0
+    fallen: dict[str, int] = field(default_factory=dict)
+    suspect: tuple[int, int] | None = None
+
+    def take_suspect(self) -> tuple[int, int] | None:
+        """The suspect of the run before; from now on there is none."""
+        suspect, self.suspect = self.suspect, None
+        return suspect
 
     @property
     def schedule_samples(self) -> int:
         """What the schedule is a function of."""
         return self.consumed_samples - self.schedule_start
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> Progress:
-        values = {field.name: saved[field.name] for field in fields(Progress)}
-        if any(type(value) is not int or value < 0 for value in values.values()):
-            raise TypeError(f"counters {values}")
-        return Progress(**values)
+        """Raises KeyError or TypeError for what `to_json` doesn't write; `fallen` and `suspect` may be missing."""
+        counters = {name: saved[name] for name in COUNTERS}
+        fallen, suspect = saved.get("fallen") or {}, saved.get("suspect")
+        if any(
+            type(value) is not int or value < 0 for value in (*counters.values(), *fallen.values(), *(suspect or ()))
+        ):
+            raise TypeError(f"counters {counters}, {fallen}, {suspect}")
+        return Progress(**counters, fallen=dict(fallen), suspect=None if suspect is None else tuple(suspect))
+
+
+COUNTERS = ("iteration", "consumed_samples", "consumed_tokens", "schedule_start")
 
 
 @dataclass(frozen=True)

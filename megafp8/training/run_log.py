@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+MONITOR_FILE = "fp8_monitor.jsonl"
 
 # TensorBoard tags as Megatron writes them, so that existing dashboards work.
 TENSORBOARD_TAGS = {
     "lm_loss": "lm loss",
     "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
     "learning_rate": "learning-rate",
     "grad_norm": "grad-norm",
     "global_batch_size": "batch-size",
@@ -61,6 +65,7 @@ class RunLog:
         self._show_throughput = show_throughput
         self._out = out = out or sys.stdout
         self._jsonl = self._tensorboard = self._bar = None
+        self._log_dir = log_dir
         self._redirect = ExitStack()
         if not writes:
             return
@@ -94,6 +99,28 @@ class RunLog:
         else:
             print(message, file=self._out, flush=True)
 
+    def event(self, kind: str, iteration: int, message: str, **details: Any) -> None:
+        """What doesn't happen in a good run: a line on the console, and one in `events.jsonl`, written at once."""
+        if self.writes:
+            self.note(f"iteration {iteration}: {message}")
+            line = {"iteration": iteration, "event": kind, "message": message, **details}
+            self._append(EVENTS_FILE, [line | {"time": datetime.now().isoformat(timespec="seconds")}])
+
+    def monitor(self, lines: list[dict[str, Any]]) -> None:
+        """The monitor's lines of one step, into `fp8_monitor.jsonl`, and as scalars and histograms into TensorBoard."""
+        if self.writes:
+            self._append(MONITOR_FILE, lines)
+        if self.writes and self._tensorboard is not None:
+            from megafp8.training.monitor_board import add_to_tensorboard  # loads torch, which readers of logs spare
+
+            for line in lines:
+                add_to_tensorboard(self._tensorboard, line)
+
+    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        if self._log_dir is not None:
+            with open(self._log_dir / name, "a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines)
+
     def training(self, lines: list[dict[str, Any]]) -> None:
         """Writes the interval's lines (one an iteration, oldest first) and prints their summary."""
         if not self.writes or not lines:
@@ -117,8 +144,7 @@ class RunLog:
 
     def _write(self, line: dict[str, Any], prefix: str) -> None:
         if self._jsonl is not None:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            self._jsonl.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._jsonl.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             self._jsonl.flush()
         if self._tensorboard is not None:
             for key, value in line.items():
@@ -132,6 +158,10 @@ class RunLog:
                 resource.close()
         self._bar = self._jsonl = self._tensorboard = None
         self._redirect.close()
+
+
+def _finite(line: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
 def _open_to_append(path: Path) -> TextIO:

@@ -26,7 +26,8 @@ from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
 from megafp8.parallel import Axis, ParallelContext
-from megafp8.step import Phase, ScalingHistory, Statistics, StepContext
+from megafp8.params import GradSink
+from megafp8.step import OperandObserver, Phase, ScalingHistory, Statistics, StepContext
 from megafp8.training.expert_load import add_load_means, loads_of_layers, sum_over
 
 
@@ -130,10 +131,13 @@ def forward_backward(
     count: int | None = None,
     plan: PipelinePlan = PipelinePlan(),
     observe: Callable[[Executor], object] = lambda executor: None,
+    observer: OperandObserver | None = None,
+    sink: GradSink | None = None,
 ) -> StepOutput:
     """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers.
 
-    count: of the microbatches; None counts them first. observe: called with the executor when it is done.
+    count: of the microbatches; None counts them first. observe: called with the executor when it is done, before
+    gradients are reduced. observer: sees the operands that are quantized. sink: stands before the optimizer's buffers.
     """
     parallel = optimizer.parallel
     if count is None:
@@ -151,9 +155,10 @@ def forward_backward(
             microbatch=number,
             seed=seed,
             sample_group=parallel.dp.rank,
-            grads=optimizer.grads,
+            grads=sink or optimizer.grads,
             scaling=scaling,
             statistics=statistics,
+            observer=observer,
             wgrads=executor.wgrads.slot(chunk, number) if schedule.defers else None,
         )
         part = model.chunks[chunk]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from megafp8.config import Config
@@ -14,13 +13,18 @@ from megafp8.config.provenance import write_args
 from megafp8.data import Batch, build_loader
 from megafp8.plan.flops import training_flops_per_token
 from megafp8.training.agreement import Agreement
+from megafp8.training.balance import balance
+from megafp8.training.batches import IterationBatches
 from megafp8.training.build import Parts
 from megafp8.training.checkpointing import RunState, check_data_left, find_to_resume, resume
+from megafp8.training.fallback import Fallbacks
+from megafp8.training.iteration import IterationRunner
 from megafp8.training.opening import opening_lines
 from megafp8.training.progress import IterationRecord, Progress, read_records
+from megafp8.training.rerun import Reruns, StopRun
 from megafp8.training.run_log import RunLog
 from megafp8.training.signals import StopSignal
-from megafp8.training.step import advance_scaling, evaluate, forward_backward
+from megafp8.training.step import evaluate
 from megafp8.training.throughput import IntervalTimer, max_memory_gib
 
 
@@ -47,6 +51,24 @@ class Trainer:
         if parts.parallel.is_first:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
                 self.log.note(note)
+        self._runner = self._build_runner()
+
+    def _build_runner(self) -> IterationRunner:
+        fp8, train, since = self.config.fp8, self.config.train, self.progress.fallen
+        if since and fp8.fp8_forget_fallbacks:
+            self.log.note(f"FP8 again (--fp8-forget-fallbacks): {', '.join(sorted(since))}")
+            since = {}
+        elif since:
+            self.log.note(f"BF16, as before the checkpoint: {', '.join(sorted(since))}")
+        fallbacks = Fallbacks(self.parts, since)
+        self.progress.fallen = fallbacks.since  # what is saved is what is so
+        reruns = Reruns(
+            train,
+            saves=self.config.checkpoint.save is not None,
+            suspect=self.progress.take_suspect(),
+            say=self.log.event,
+        )
+        return IterationRunner(self.parts, self.log, self.schedule, fallbacks, reruns)
 
     def _resume(self) -> list[str]:
         found = find_to_resume(self.config)
@@ -77,18 +99,29 @@ class Trainer:
         return train.train_iters or self._batch_size.iterations(train.train_samples)
 
     def run(self) -> int:
-        """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), or 1 when the last
-        save failed."""
+        """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), 1 when the last save
+        failed, or one of rerun.py's codes."""
         with StopSignal() as stop:
             try:
                 if not self.config.train.skip_train:
                     self._train(stop)
+                    self._runner.finish()
                 if self.config.train.skip_train or self.progress.iteration >= self.total_iterations:
                     self._evaluate_all(final=True)
+            except StopRun as decision:
+                return self._give_up(decision)
             finally:
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
             return 128 + number if number else int(self._save_failed)
+
+    def _give_up(self, decision: StopRun) -> int:
+        """Saves the state before the iteration in hand, and returns the exit code that says why."""
+        self.progress.suspect = decision.suspect
+        if self.config.checkpoint.save is not None and (decision.suspect or self._saved_iteration is None):
+            self._save()
+        self.log.event("stop", self.progress.iteration, f"exit code {decision.code}: {decision.reason}")
+        return decision.code
 
     def _train(self, stop: StopSignal) -> None:
         batches = None
@@ -138,38 +171,14 @@ class Trainer:
         count = batch_size // (train.micro_batch_size * parts.parallel.dp.size)
         samples = self.progress.schedule_samples
         iteration = self.progress.iteration + 1
-        microbatches = islice(batches, count)
-        if iteration in train.iterations_to_skip:
-            for _ in microbatches:
+        own = IterationBatches(iteration, batches, count, self.progress.consumed_samples, batch_size)
+        if any(first <= iteration <= last for first, last in train.skipped_ranges):
+            for _ in own:
                 pass
             self._advance(batch_size)
             self.log.note(f"iteration {iteration}: its data is passed over (--iterations-to-skip)")
             return []
-        parts.optimizer.zero_grad(count)
-        output = forward_backward(
-            parts.model,
-            parts.optimizer,
-            microbatches,
-            iteration=iteration,
-            seed=train.seed,
-            scaling=parts.scaling,
-            device=parts.device,
-            count=count,
-            plan=parts.pipeline,
-        )
-        lr = self.schedule.lr(samples)
-        if parts.scaling is not None:
-            # Before the update: weights are quantized with the new scales.
-            advance_scaling(parts.scaling, parts.parallel)
-        stats = parts.optimizer.step(
-            lr=lr,
-            decoupled_lr=self.schedule.decoupled_lr(samples),
-            weight_decay=self.schedule.weight_decay(samples),
-            valid_tokens=output.valid_tokens,
-            loss=output.loss,
-            with_num_zeros=self.config.logging.log_num_zeros_in_grad,
-            with_params_norm=self.config.logging.log_params_norm,
-        )
+        lr, output, stats = self._runner.run(own, samples)
         self._advance(batch_size)
         return [
             IterationRecord.of(
@@ -212,7 +221,12 @@ class Trainer:
             "tflops_per_gpu": flops / per_iteration / world / 1e12,
             "max_memory_gib": max_memory_gib(self.parts.device),
         }
-        self.log.training([line | times for line in read_records(records)])
+        lines = read_records(records)
+        parallel, device = self.parts.parallel, self.parts.device
+        numbers, notes = balance(parallel, device, self._runner.times.take(), len(records), per_iteration)
+        self.log.training([line | times | numbers for line in lines])
+        for note in notes:
+            self.log.note(note)
 
     def _evaluate_all(self, final: bool = False) -> None:
         """Every validation set, and after the last step the test set: the same samples each time."""

@@ -71,7 +71,10 @@ def run_in_new_process(*argv: str) -> int:
     return process.exitcode
 
 
-TIMES = ("elapsed_ms", "tokens_per_second", "tflops_per_gpu", "max_memory_gib")
+TIMES = (
+    *("elapsed_ms", "tokens_per_second", "tflops_per_gpu", "mfu", "max_memory_gib"),
+    *("data_ms", "compute_ms_max", "compute_ms_median", "slowest_rank"),
+)
 
 
 def metrics(directory: Path) -> tuple[list[dict], list[dict]]:
