@@ -175,7 +175,8 @@ class GPTModel(_Parts):
         mask = torch.ones(labels.shape, device=labels.device) if loss_mask is None else loss_mask.reshape(-1)
         loss = self._loss(hidden, labels, mask, self._head_step(step))
         if len(self.mtp) and step.training and torch.is_grad_enabled():
-            ahead = partial(look_ahead, tokens=tokens.reshape(-1), positions=positions, labels=labels, loss_mask=mask)
+            here = {"tokens": tokens.reshape(-1), "positions": positions, "labels": labels, "loss_mask": mask}
+            ahead = partial(look_ahead, **here, sequences=sequences, cp=self.cp)
             loss = with_loss(loss, self.mtp_scale * self._mtp_loss(hidden, ahead, sequences, step))
         return loss
 
@@ -189,7 +190,7 @@ class GPTModel(_Parts):
         shared = replace(step, grads=step.grads and _EarlierUse(step.grads), wgrads=None)
         total = torch.zeros((), device=hidden.device)
         for k, depth in enumerate(self.mtp):
-            near = ahead(k + 1, sequences=sequences)
+            near = ahead(k + 1)
             embedded = self.embedding(near.tokens, near.positions, shared, place=f"mtp.{k}.embedding")
             hidden = depth(hidden, embedded, sequences, step)
             loss = self._loss(hidden, near.labels, near.loss_mask, shared)

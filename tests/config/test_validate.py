@@ -24,6 +24,7 @@ ALL_CHECKS = validate.CHECKS
 FP8 = "--bf16 --fp8-format e4m3"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 MOE = "--num-experts 8 --disable-bias-linear"
+EP4 = "--expert-model-parallel-size 4"
 
 # flags beside the small command line -> what the message must say. `-flag` takes a flag of that line away.
 CASES = {
@@ -244,8 +245,14 @@ def test_every_check_can_fail(parse, monkeypatch):
 
 UNEVEN = {
     "--context-parallel-size 4 --seq-length 36": ["--seq-length 36", "2 x --context-parallel-size 4"],
-    "--context-parallel-size 4 --mtp-num-layers 1 --position-embedding-type rope": ["--mtp-num-layers 1"],
-    "--context-parallel-size 4 --num-experts 4 --disable-bias-linear": ["--num-experts 4"],
+    f"--context-parallel-size 4 {MOE} --moe-router-load-balancing-type sinkhorn": [
+        "sinkhorn",
+        "--context-parallel-size 4",
+    ],
+    f"--context-parallel-size 4 {MOE} --moe-expert-capacity-factor 1": [
+        "--moe-expert-capacity-factor 1.0",
+        "--context-parallel-size 4",
+    ],
     "--context-parallel-size 4 --cp-comm-type p2p all_gather": ["--cp-comm-type p2p all_gather"],
     "--context-parallel-size 4 --cp-comm-type p2p": ["--attention-dropout 0.1", "--cp-comm-type p2p"],
     "--pipeline-model-parallel-size 4": ["--num-layers 2", "--pipeline-model-parallel-size 4"],
@@ -257,6 +264,18 @@ UNEVEN = {
         "--moe-shared-expert-intermediate-size 90"
     ],
     f"--tensor-model-parallel-size 4 {MOE} --expert-tensor-parallel-size 1": ["--expert-tensor-parallel-size 1"],
+    f"{EP4} {MOE} --num-experts 6": ["--num-experts 6", EP4],
+    EP4: [EP4, "needs --num-experts"],
+    f"{EP4} {MOE} --moe-token-dispatcher-type flex": ["--moe-token-dispatcher-type flex", "alltoall"],
+    f"{MOE} {FP8} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "--expert-model-parallel-size 1"],
+    f"{EP4} {MOE} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "add --fp8-format e4m3"],
+    f"{EP4} {MOE} --moe-fp8-combine-grad": ["--moe-fp8-combine-grad", "--moe-fp8-dispatch"],
+    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-recipe tensorwise": ["--fp8-recipe tensorwise", "blockwise or mxfp8"],
+    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --no-fp8-power-of-two-scales": ["--no-fp8-power-of-two-scales", "a second"],
+    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-input-tile 2d --fp8-weight-tile 1d": ["--fp8-input-tile 2d", "use 1d"],
+    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --moe-fp8-combine-grad --fp8-grad-tile 2d --fp8-weight-tile 1d": [
+        *("--fp8-grad-tile 2d", "use 1d"),
+    ],
     "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel": ["--seq-length 30", "--sequence-parallel"],
 }
 

@@ -82,11 +82,4 @@ def context_parallel(c: Config) -> str | None:
             f"--attention-dropout {c.model.attention_dropout} with --cp-comm-type p2p: a ring draws no dropout; use "
             "--attention-dropout 0 or --cp-comm-type all_gather"
         )
-    if c.model.mtp_num_layers:
-        return (
-            f"--mtp-num-layers {c.model.mtp_num_layers} with --context-parallel-size {cp}: not yet in megafp8; "
-            "use size 1"
-        )
-    if c.model.num_experts is not None:
-        return f"--num-experts {c.model.num_experts} with --context-parallel-size {cp}: not yet in megafp8; use size 1"
     return None

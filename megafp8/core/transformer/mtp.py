@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
+from megafp8.core.context_parallel import gather_sequences, own_tokens
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.core.transformer.norm import hidden_norm
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.fp8 import Linear
+from megafp8.parallel import Axis
 from megafp8.params import Init
 from megafp8.step import StepContext
 
@@ -56,6 +58,9 @@ class PredictionDepth(nn.Module):
         return self.final_norm(x)
 
 
+ALONE = Axis()
+
+
 @dataclass(frozen=True)
 class Ahead:
     """The tokens `distance` further on, [T] each: ids, positions, labels, and the weight of their losses (0 where
@@ -68,15 +73,32 @@ class Ahead:
 
 
 def look_ahead(
-    distance: int, tokens: Tensor, positions: Tensor, labels: Tensor, loss_mask: Tensor, sequences: Sequences
+    distance: int,
+    tokens: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    sequences: Sequences,
+    cp: Axis = ALONE,
 ) -> Ahead:
-    """tokens, positions, labels, loss_mask: [T], of T = batch * length tokens."""
+    """tokens, positions, labels, loss_mask: [T], of T = batch * length tokens.
+
+    cp: the ranks that share each sequence. The tokens ahead may be another's, so all come together for it: a few
+    numbers a token.
+    """
+    values = (tokens, positions, labels, loss_mask)
+    tokens, positions, labels, loss_mask = (_whole(x, sequences.batch, cp) for x in values)
     count = tokens.numel()
     here = torch.arange(count, device=tokens.device)
     there = (here + distance).clamp(max=count - 1)
     if sequences.cu_seqlens is None:
-        document = here // sequences.length
+        document = here // (sequences.length * cp.size)
     else:
         document = torch.bucketize(here, sequences.cu_seqlens[1:].long(), right=True)
     valid = (here + distance < count) & (document[there] == document)
-    return Ahead(tokens[there], positions[there], labels[there], loss_mask[there] * valid)
+    ahead = (tokens[there], positions[there], labels[there], loss_mask[there] * valid)
+    return Ahead(*(own_tokens(x.view(sequences.batch, -1), cp).reshape(-1) for x in ahead))
+
+
+def _whole(x: Tensor, batch: int, cp: Axis) -> Tensor:
+    return x if cp.size == 1 else gather_sequences(x, batch, cp).reshape(-1)
