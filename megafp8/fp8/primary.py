@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.fp8.formats import NAN_BYTE, OperandSpec, Tile, reciprocal
+from megafp8.fp8.formats import NAN_BYTE, OperandSpec, Tile
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.reference import transpose
 from megafp8.fp8.storage import QuantizedStorage
@@ -115,17 +115,11 @@ class PrimaryBytes:
     amax: Tensor | None = None
     scale: Tensor | None = None
 
-    def set_scales(self, amaxes: dict[str, Tensor], scale: Tensor | None) -> dict[str, Tensor]:
-        """Takes the whole weight's amaxes, or a history's scale; returns the multipliers, by orientation."""
-        multipliers = {}
+    def set_scales(self, amaxes: dict[str, Tensor], scale_inv: dict[str, Tensor], scale: Tensor | None) -> None:
+        """Takes the whole weight's amaxes and scales, by orientation. scale: a history's, if they come from one."""
         self.scale = scale
-        self.amax = amaxes["rowwise"].clone() if self.quantizer.spec.tile.kind == "tensor" else None
-        for orientation, amax in amaxes.items():
-            if scale is not None:
-                multipliers[orientation], self.scale_inv[orientation] = scale.view(1), reciprocal(scale.view(1))
-            else:
-                multipliers[orientation], self.scale_inv[orientation] = self.quantizer.scales(amax)
-        return multipliers
+        self.amax = amaxes["rowwise"] if self.quantizer.spec.tile.kind == "tensor" else None
+        self.scale_inv = dict(scale_inv)
 
     def storage(self, orientation: str) -> QuantizedStorage:
         """The operand in one orientation: rowwise a view of the stored bytes, colwise a transposed copy."""

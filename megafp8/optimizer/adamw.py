@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) on flat FP32 buffers, as `torch.optim.AdamW` defines it:
+"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) on flat buffers, as `torch.optim.AdamW` defines it:
 
     g = grad * grad_scale
     m += (1 - beta1) * (g - m)
@@ -8,15 +8,16 @@
 The decay and the step are added before they are taken from the master, so that a master is rounded once a step:
 `p * (1 - lr * weight_decay)` would round the factor, and with it the decay rate, in every step alike. Only operations
 that round once are used (no fused multiply-add), so an element's result doesn't depend on its place in a buffer or on
-where shards begin.
-
-`adamw_` is the seam for a fused kernel: one call a segment, scalars on the device, nothing read by the host.
+where shards begin, and the fused kernel (`kernels/adamw.py`) gives the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,56 +27,69 @@ DEVICE_CHUNK = 1 << 24
 """The same on a GPU: bounds the temporaries' memory to 64 MiB each."""
 
 
+def sqrt_rn(x: Tensor) -> Tensor:
+    """Square roots (FP32), correctly rounded. PyTorch's on the CPU are not, where a vector library computes them."""
+    return x.sqrt() if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
+
+
+class Rates(NamedTuple):
+    """Of one group of parameters: learning rate, and decoupled weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
 @dataclass(frozen=True)
 class StepScalars:
-    """Device scalars of one step, shared by all segments.
+    """Device scalars of one step, shared by all buffers.
 
     grad_scale: FP32, what gradients are multiplied by (1 / valid tokens, times the clip coefficient).
-    skip: bool, leave master and moments as they are, bit for bit.
-    correction1: FP64, 1 / (1 - beta1^t); correction2: FP32, 1 / sqrt(1 - beta2^t).
+    skip: bool, leave masters and moments as they are, bit for bit. step: int64, number of this update, from 1.
+    correction2: FP32, 1 / sqrt(1 - beta2^t). rates: FP32 [groups, 2], lr / (1 - beta1^t) and lr * weight_decay.
+    decays: which groups' decay is not 0.
     """
 
     grad_scale: Tensor
     skip: Tensor
-    correction1: Tensor
+    step: Tensor
     correction2: Tensor
+    rates: Tensor
+    decays: tuple[bool, ...]
 
 
-def step_scalars(step: Tensor, grad_scale: Tensor, skip: Tensor, *, beta1: float, beta2: float) -> StepScalars:
+def step_scalars(
+    step: Tensor, grad_scale: Tensor, skip: Tensor, rates: Sequence[Rates], *, beta1: float, beta2: float
+) -> StepScalars:
     """step: number of this update, counted from 1 (int64 scalar on the device)."""
     t = step.double()
     correction1 = 1 / (1 - torch.pow(beta1, t))
     correction2 = torch.rsqrt(1 - torch.pow(beta2, t))
-    return StepScalars(grad_scale.float(), skip, correction1, correction2.float())
+    decays = [rate.lr * rate.weight_decay for rate in rates]
+    columns = [correction1 * rate.lr for rate in rates] + [torch.full_like(t, decay) for decay in decays]
+    table = torch.stack(columns).view(2, len(decays)).t().float().contiguous()
+    return StepScalars(grad_scale.float(), skip, step, correction2.float(), table, tuple(d != 0 for d in decays))
 
 
 @torch.no_grad()
-def adamw_(
+def adamw(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     grad: Tensor,
     scalars: StepScalars,
+    group: int,
     *,
-    lr: float,
-    weight_decay: float,
     beta1: float,
     beta2: float,
     eps: float,
-) -> None:
-    """One update in place of flat FP32 `master`, `exp_avg` and `exp_avg_sq`; `grad` (flat, FP32) is only read."""
-    step_size = (lr * scalars.correction1).float()
-    chunk = DEVICE_CHUNK if master.is_cuda else CPU_CHUNK
-    parts = zip(*(t.split(chunk) for t in (master, exp_avg, exp_avg_sq, grad)), strict=True)
-    for p, m, v, raw in parts:
-        g = raw * scalars.grad_scale
-        new_m = torch.sub(g, m).mul_(1 - beta1).add_(m)
-        new_v = torch.mul(g, g).sub_(v).mul_(1 - beta2).add_(v)
-        denominator = new_v.sqrt().mul_(scalars.correction2).add_(eps)
-        update = torch.mul(new_m, step_size).div_(denominator)
-        if weight_decay:
-            update.add_(p * (lr * weight_decay))
-        # A skipped step's values may be NaN: they are computed and dropped, so that the host needn't know.
-        torch.where(scalars.skip, p, torch.sub(p, update), out=p)
-        torch.where(scalars.skip, m, new_m, out=m)
-        torch.where(scalars.skip, v, new_v, out=v)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new (master, exp_avg, exp_avg_sq) of flat FP32 tensors; `scalars.skip` is the caller's to heed."""
+    step_size, decay = scalars.rates[group]
+    g = grad * scalars.grad_scale
+    m = torch.sub(g, exp_avg).mul_(1 - beta1).add_(exp_avg)
+    v = torch.mul(g, g).sub_(exp_avg_sq).mul_(1 - beta2).add_(exp_avg_sq)
+    denominator = sqrt_rn(v).mul_(scalars.correction2).add_(eps)
+    update = torch.mul(m, step_size).div_(denominator)
+    if scalars.decays[group]:
+        update.add_(master * decay)
+    return torch.sub(master, update), m, v

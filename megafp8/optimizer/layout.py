@@ -1,9 +1,10 @@
 """Layout of the flat buffers and of the parts that ranks hold of them: pure functions.
 
-Parameters are laid out in one flat buffer for each (stored dtype, expert or not, partial gradient or not). A buffer is
-a row of buckets, which are reduced and gathered one by one, in the order in which gradients get ready. Each bucket is
-cut into equal shards, one a rank, wherever that falls: through parameters and through their tiles. A rank's state
-(masters, moments) is its shards of all buckets, one after the other; unsharded, that is the buffer itself.
+Parameters are laid out in one flat buffer for each (stored dtype, expert or not, partial gradient or not, precision of
+masters and moments). A buffer is a row of buckets, which are reduced and gathered one by one, in the order in which
+gradients get ready. Each bucket is cut into equal shards, one a rank, wherever that falls: through parameters and
+through their tiles. A rank's state (masters, moments) is its shards of all buckets, one after the other; unsharded,
+that is the buffer itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megafp8.optimizer.precision import FP32_STATE, Precision
 from megafp8.params import Box, ParamSpec, range_boxes
 
 ALIGNMENT = 64
@@ -26,10 +28,15 @@ BUCKET_ELEMENTS = 40_000_000
 
 
 class Group(NamedTuple):
-    """What an update treats alike. decay: weight decay applies; decoupled: follows --decoupled-lr."""
+    """What an update treats alike. decay: weight decay applies; decoupled: follows --decoupled-lr.
+
+    lr_mult, wd_mult: factors of the learning rate and of the weight decay.
+    """
 
     decay: bool
     decoupled: bool = False
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Entry:
     """What the layout needs to know of one parameter; `numel` counts the local tensor, padding included.
 
     dtype: as stored, FP8 for FP8 primary weights. partial: each rank's gradient is only a part, summed over other axes
-    before it is reduced. order: gradients with lower numbers get ready earlier.
+    before it is reduced. order: gradients with lower numbers get ready earlier. precision: of its masters and moments.
     """
 
     name: str
@@ -47,6 +54,7 @@ class Entry:
     group: Group
     partial: bool = False
     order: int = 0
+    precision: Precision = FP32_STATE
 
 
 class Slot(NamedTuple):
@@ -88,6 +96,7 @@ class BufferLayout:
     partial: bool = False
     buckets: tuple[Bucket, ...] = ()
     shards: int = 1
+    precision: Precision = FP32_STATE
 
     def share(self, bucket: Bucket, rank: int) -> slice:
         """What `rank` holds of a bucket, in the buffer's offsets."""
@@ -107,9 +116,10 @@ def plan_layouts(
         bucket_elements: close a bucket when it has as many; None: a buffer is one bucket.
 
     """
-    buffers: dict[tuple[str, bool, bool], list[Entry]] = {}
+    buffers: dict[tuple[str, bool, bool, Precision], list[Entry]] = {}
     for entry in entries:
-        buffers.setdefault((str(entry.dtype), entry.expert, entry.partial), []).append(entry)
+        key = (str(entry.dtype), entry.expert, entry.partial, entry.precision)
+        buffers.setdefault(key, []).append(entry)
     return tuple(
         _plan_buffer(buffers[key], expert_shards if key[1] else shards, bucket_elements) for key in sorted(buffers)
     )
@@ -143,6 +153,7 @@ def _plan_buffer(entries: list[Entry], shards: int, bucket_elements: int | None)
         first.partial,
         tuple(buckets),
         shards,
+        first.precision,
     )
 
 

@@ -1,18 +1,22 @@
 """Norms and zero counts over all parameters: exact sums, so the same bits in every layout.
 
-Squares are added in FP64, first within aligned chunks of 64 elements, in a fixed order; neither a parameter nor a shard
-begins inside a chunk. The sums of chunks are then split into parts on grids that all ranks share (Demmel and Nguyen,
-"Parallel reproducible summation", 2015): parts on one grid add up without rounding, so neither order nor number of
-ranks matters, and their total is rounded once, more exactly than a plain FP64 sum.
+Squares are added in FP64, first within aligned chunks of 64 elements, in a fixed order (neighbours in pairs, pairs of
+pairs, then 16 such sums by halving); neither a parameter nor a shard begins inside a chunk. The sums of chunks are then
+split into parts on grids that all ranks share (Demmel and Nguyen, "Parallel reproducible summation", 2015): parts on
+one grid add up without rounding, so neither order nor number of ranks matters, and their total is rounded once, more
+exactly than a plain FP64 sum.
 
 What several ranks hold is counted on the first of them, but looked at on all, so that all see a non-finite value alike.
-Two small messages over all ranks; nothing here waits for the device.
+Two small messages over all ranks; nothing here waits for the device. On a GPU a kernel (`kernels/grad_norm.py`) reads
+the values once, and gives the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,29 +33,38 @@ GRIDS, GRID_BITS = 4, 22
 
 def chunk_squares(x: Tensor) -> Tensor:
     """FP64 sums of squares `[n]` of the chunks of a flat FP32 tensor `[64 n]`; non-finite where an element is."""
-    sums = [_fold(part.double().square_().view(-1, ALIGNMENT)) for part in x.split(CHUNK)]
+    sums = [_fold(part.double().square_().view(-1, 2, 2)) for part in x.split(CHUNK)]
     return torch.cat(sums) if sums else x.new_zeros(0, dtype=torch.float64)
 
 
 def _fold(x: Tensor) -> Tensor:
-    """Row sums `[n, 2^k] -> [n]` in one fixed order, that of halving."""
+    """Sums of chunks `[16 n, 2, 2] -> [n]`, in one fixed order."""
+    x = x[..., 0] + x[..., 1]
+    x = (x[:, 0] + x[:, 1]).view(-1, ALIGNMENT // 4)
     while x.shape[1] > 1:
         half = x.shape[1] // 2
         x = x[:, :half] + x[:, half:]
     return x[:, 0]
 
 
-def split_on_grids(values: Tensor, largest: Tensor) -> Tensor:
-    """FP64 sums `[GRIDS]` of the parts of `values` on each grid, exact whatever the order.
+def grid_shifts(largest: Tensor) -> Tensor:
+    """FP64 `[GRIDS]`: adding one to a value, and taking it away, rounds the value to that grid's multiples.
 
-    values: FP64, between 0 and `largest` (below 2^900), an FP64 scalar that is the same on all ranks. Their sums may
-    be added in any order; `total_of` makes the sum of all values of them.
+    largest: FP64 scalar below 2^900 that no value exceeds, the same on all ranks.
     """
     exponent = torch.frexp(largest).exponent
+    units = [torch.ldexp(torch.ones_like(largest), exponent - GRID_BITS * level) for level in range(1, GRIDS + 1)]
+    return torch.stack(units) * (1.5 * 2.0**52)
+
+
+def split_on_grids(values: Tensor, shifts: Tensor) -> Tensor:
+    """FP64 sums `[GRIDS]` of the parts of `values` on each grid, exact whatever the order.
+
+    values: FP64, from 0 to the largest of which the shifts are made. Their sums may be added in any order; `total_of`
+    makes the sum of all values of them.
+    """
     sums, rest = [], values
-    for level in range(1, GRIDS + 1):
-        unit = torch.ldexp(torch.ones_like(largest), exponent - GRID_BITS * level)
-        shift = unit * (1.5 * 2.0**52)  # adding and taking it away rounds to multiples of `unit`
+    for shift in shifts:
         on_grid = (rest + shift) - shift
         rest = rest - on_grid
         sums.append(on_grid.sum())
@@ -64,6 +77,20 @@ def total_of(sums: Tensor) -> Tensor:
     for level in range(GRIDS - 2, -1, -1):
         total = sums[level] + total
     return total
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """The GPU kernels; None where Triton is not installed."""
+    try:
+        from megafp8.kernels import grad_norm
+    except ImportError:
+        return None
+    return grad_norm
+
+
+def _chunks(mask: Tensor, start: int, stop: int) -> Tensor:
+    return mask[start // ALIGNMENT : stop // ALIGNMENT]
 
 
 class Measure:
@@ -79,7 +106,10 @@ class Measure:
         parallel: ParallelContext,
         device: torch.device,
         later_stages: frozenset[str] = frozenset(),
+        *,
+        fused: bool = True,
     ):
+        """fused: with kernels, where there are any."""
         self._shards = shards
         self._everyone = parallel.everyone
         sharded = any(shard.layout.shards > 1 for shard in shards)
@@ -96,6 +126,11 @@ class Measure:
                     logical = math.prod(specs[piece.name].box_shape)
                     self._elements += max(0, min(piece.stop, logical) - piece.start)
             self._counted.append(None if all(p.name in here for p in shard.pieces) else mask.to(device))
+        self._masks = [
+            [None if mask is None else _chunks(mask, r.local, r.local + r.stop - r.start) for r in shard.ranges]
+            for shard, mask in zip(shards, self._counted, strict=True)
+        ]
+        self._kernels = kernels() if fused and device.type == "cuda" else None
 
     def _counts(self, spec: ParamSpec, shard: Shard, parallel: ParallelContext) -> bool:
         """Whether this rank is the first of those that hold the same elements."""
@@ -113,20 +148,32 @@ class Measure:
         parts: for each buffer this rank's shards of its values, in the order of its state. The norm is NaN when an
         element is not finite.
         """
-        squares = [torch.cat([chunk_squares(part) for part in of_buffer]) for of_buffer in parts]
-        finite = torch.stack([s.isfinite().all() for s in squares]).all()
-        squares = [
-            torch.where(s.isfinite() if mask is None else s.isfinite() & mask, s, 0.0)
-            for s, mask in zip(squares, self._counted, strict=True)
+        found = [
+            self._squares(part, mask)
+            for of_buffer, masks in zip(parts, self._masks, strict=True)
+            for part, mask in zip(of_buffer, masks, strict=True)
         ]
-        values = torch.cat(squares)
+        values = torch.cat([sums for sums, _, _ in found]) if len(found) > 1 else found[0][0]
+        finite = torch.stack([~bad for _, _, bad in found]).all()
         flags = [~finite, torch.zeros_like(finite) if bad is None else bad]
-        largest = values.max() if values.numel() else values.new_zeros(())
+        largest = torch.stack([largest for _, largest, _ in found]).max()
         agreed = self._everyone.max_(torch.stack([largest, *(flag.double() for flag in flags)]))
-        sums = self._spread.sum_(split_on_grids(values, agreed[0]))
+        shifts = grid_shifts(agreed[0])
+        grids = split_on_grids(values, shifts) if self._kernels is None else self._kernels.grids(values, shifts)
+        sums = self._spread.sum_(grids)
         broken = agreed[1] > 0
         norm = torch.where(broken, torch.nan, total_of(sums).sqrt())
         return norm, broken | (agreed[2] > 0)
+
+    def _squares(self, part: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(sums of chunks, 0 of those that are not counted or not finite; the largest; whether one isn't finite)."""
+        if self._kernels is not None and part.numel():
+            found = self._kernels.squares(part, mask)
+            return found.sums, found.largest.max(), found.bad.max() != 0
+        squares = chunk_squares(part)
+        finite = squares.isfinite()
+        squares = torch.where(finite if mask is None else finite & mask, squares, 0.0)
+        return squares, squares.max() if squares.numel() else squares.new_zeros(()), ~finite.all()
 
     def num_zeros(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
         """Int64 scalar: elements, of what all ranks hold, that are exactly 0; vocabulary padding doesn't count."""

@@ -8,21 +8,26 @@ model part, or with --use-distributed-optimizer (ZeRO-1) its shards of them; the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megafp8.config import Config
 from megafp8.fp8.param import Weight
-from megafp8.optimizer.adamw import adamw_, step_scalars
+from megafp8.optimizer.adamw import step_scalars
 from megafp8.optimizer.buffers import GradBuffers, entry_of, launch_order
+from megafp8.optimizer.codecs import key_of
+from megafp8.optimizer.groups import default_groups, rates_of
 from megafp8.optimizer.layout import Bucket, BufferLayout, Entry, Group, Shard
 from megafp8.optimizer.norm import Measure, clip_coefficient
+from megafp8.optimizer.precision import FP32_STATE, Precision
 from megafp8.optimizer.primary import FlatPrimary
 from megafp8.optimizer.sharding import REPLICATED, Sharding
 from megafp8.optimizer.shards import ShardState
 from megafp8.optimizer.stages import StageNames
+from megafp8.optimizer.stored import Masters, Moments
+from megafp8.optimizer.update import BufferUpdate
 from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish
 from megafp8.parallel import ParallelContext
 from megafp8.params import ParamSpec, StateItem, initial_value
@@ -67,14 +72,22 @@ class Optimizer:
         options: AdamWOptions,
         *,
         seed: int,
-        decoupled: frozenset[str] = frozenset(),
+        groups: Mapping[str, Group] | None = None,
+        precisions: Mapping[str, Precision] | None = None,
         parallel: ParallelContext | None = None,
         sharding: Sharding = REPLICATED,
         scaling: ScalingHistory | None = None,
+        fused: bool = True,
     ):
-        """params: in the order in which the model uses them, where gradients are to be reduced during backward.
+        """See `build_optimizer`.
 
-        scaling: delayed scaling's history, for FP8 primary weights.
+        Args:
+            params: in the order in which the model uses them, where gradients are to be reduced during backward.
+            seed: of initial values, and of the random bits that state below FP32 is rounded with.
+            groups: by global name; None: decay as the specs say. precisions: of those whose state isn't all FP32.
+            scaling: delayed scaling's history, for FP8 primary weights.
+            fused: on a GPU, with kernels; without, the same bits by PyTorch's operations.
+
         """
         self.parallel = parallel or ParallelContext()
         self.weights = ModelWeights(params)
@@ -84,7 +97,9 @@ class Optimizer:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
         self._specs = {name: self.weights.specs[name] for name in sorted(trained)}
         self._stages = StageNames.of(self._specs, self.parallel.pp)
-        self._groups = {name: Group(spec.decay, name in decoupled) for name, spec in self._specs.items()}
+        self._groups = default_groups(self._specs) | {n: g for n, g in (groups or {}).items() if n in self._specs}
+        self._group_order = sorted(set(self._groups.values()))
+        self._precisions = precisions or {}
         self._device = next(iter(trained.values())).device
         self._primary = {name for name, param in trained.items() if sharding.fp8_primary and _is_fp8(param)}
         self.layouts: tuple[BufferLayout, ...] = sharding.plan(self._entries(trained), self.parallel)
@@ -94,21 +109,22 @@ class Optimizer:
             for layout, axis in zip(self.layouts, axes, strict=True)
         )
         shapes = {name: tuple(param.shape) for name, param in trained.items()}
-        self.masters, self.exp_avg, self.exp_avg_sq = (
-            ShardState(self.shards, shapes, self._device) for _ in ("master", "exp_avg", "exp_avg_sq")
-        )
-        self._seed_masters(seed)
+        self.masters, self.exp_avg, self.exp_avg_sq = self._zero_state(shapes)
         self._flat_weights = [
             FlatPrimary(trained, shard, axis, scaling) if self._holds_fp8(shard) else FlatWeights(trained, shard, axis)
             for shard, axis in zip(self.shards, axes, strict=True)
         ]
+        self._seed_masters(seed)
+        self._updates = self._build_updates(seed, fused)
         self.grads = GradBuffers(trained, self.shards, self._device, sharding.reduction(self.parallel))
-        self._measure = Measure(self.shards, self._specs, self.parallel, self._device, self._stages.counted_before)
+        counted_before = self._stages.counted_before
+        self._measure = Measure(self.shards, self._specs, self.parallel, self._device, counted_before, fused=fused)
         self._overlaps_gather = False
         self.step_count = torch.zeros((), dtype=torch.int64, device=self._device)
         self.skipped_count = torch.zeros((), dtype=torch.int64, device=self._device)
         if self._primary:
             self.weights.primary = self._primary_items
+        if self._primary or any(layout.precision.master != "fp32" for layout in self.layouts):
             self.write_weights()
 
     def _entries(self, trained: Mapping[str, nn.Parameter]) -> Iterator[Entry]:
@@ -117,16 +133,38 @@ class Optimizer:
             spec = self._specs[name]
             partial = bool(spec.grad_sum_over) or name in self._stages.shared
             dtype = param.owner.recipe.quantizer("weight").spec.format.dtype if name in self._primary else param.dtype
-            yield entry_of(spec, param, self._groups[name], dtype=dtype, partial=partial, order=order)
+            entry = entry_of(spec, param, self._groups[name], dtype=dtype, partial=partial, order=order)
+            yield replace(entry, precision=self._precisions.get(name, FP32_STATE))
 
     def _holds_fp8(self, shard: Shard) -> bool:
         return any(slot.name in self._primary for slot in shard.layout.slots)
 
+    def _zero_state(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Masters, Moments, Moments]:
+        precisions = [layout.precision for layout in self.layouts]
+        rest = (self.shards, shapes, self._device)
+        return (
+            Masters([p.master for p in precisions], *rest),
+            Moments([p.exp_avg for p in precisions], *rest),
+            Moments([p.exp_avg_sq for p in precisions], *rest),
+        )
+
     def _seed_masters(self, seed: int) -> None:
         """From `initial_value`, a parameter at a time; a rank draws only those that it holds some of."""
-        for piece, master in self.masters.pieces():
+        self.masters.attach([w.shard.parts(w.flat) if isinstance(w, FlatWeights) else [] for w in self._flat_weights])
+        masters = self.masters.blank()
+        for piece, master in masters.pieces():
             value = initial_value(self._specs[piece.name], seed)
             master.copy_(value.view(-1)[piece.start : piece.stop])
+        self.masters.assign(masters)
+
+    def _build_updates(self, seed: int, fused: bool) -> list[BufferUpdate]:
+        rows = {name: self._group_order.index(group) for name, group in self._groups.items()}
+        keys = {name: key_of(seed, f"{name}{[a for a, _ in spec.box]}") for name, spec in self._specs.items()}
+        states = (self.masters.stored, self.exp_avg.stored, self.exp_avg_sq.stored)
+        return [
+            BufferUpdate(shard, rows, keys, *state, weights, fused=fused)
+            for shard, *state, weights in zip(self.shards, *states, self._flat_weights, strict=True)
+        ]
 
     def groups(self) -> dict[str, Group]:
         """Global name -> group, in the order of names."""
@@ -176,8 +214,9 @@ class Optimizer:
         grad_scale = clip_coefficient(norm, self.options.clip_grad) / divisor
         self.step_count += ~nan
         self.skipped_count += nan
+        self.weights.arrivals.wait_all()  # what is still on its way must not arrive later
         self._update(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay, grad_scale, skip=nan)
-        self.write_weights()
+        self._gather_weights()
         return StepStats(
             grad_norm=norm,
             nan=nan,
@@ -186,12 +225,28 @@ class Optimizer:
             params_norm=self.params_norm() if with_params_norm else None,
         )
 
+    def hold_in_fp8(self, name: str, only: bool) -> bool:
+        """For an FP8 primary weight: from the next `write_weights` on a copy in the compute dtype is there as well, or
+        (`only`) no longer. Between steps; then the linear changes its recipe. False for other weights."""
+        for weights in self._flat_weights:
+            if isinstance(weights, FlatPrimary) and name in weights.weights:
+                if only:
+                    weights.drop_copy(name, self.weights.params[name].owner)
+                else:
+                    weights.hold_copy(name)
+                return True
+        return False
+
     @torch.no_grad()
     def write_weights(self) -> None:
         """Writes the weights from the masters, on all ranks together."""
-        self.weights.arrivals.wait_all()  # what is still on its way must not arrive later
-        for weights, masters in zip(self._flat_weights, self.masters.flats, strict=True):
-            weights.write(masters)
+        self.weights.arrivals.wait_all()
+        for update in self._updates:
+            update.write_weights()
+        self._gather_weights()
+
+    def _gather_weights(self) -> None:
+        """Brings the other ranks' shards of the weights, and announces all of them."""
         for number, bucket in reversed(launch_order(self.layouts)):  # what the next forward needs first goes first
             pending = self._flat_weights[number].post_gather(bucket)
             self.weights.arrivals.expect(self._names_in(number, bucket), pending, self.weights.params)
@@ -215,30 +270,25 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """FP64 scalar: L2 norm of the masters."""
-        return self._measure.norm(self.masters.parts())[0]
+        return self._measure.norm(self.masters.values().parts())[0]
 
     def _update(self, lr: float, decoupled_lr: float, weight_decay: float, grad_scale: Tensor, *, skip: Tensor) -> None:
         o = self.options
-        scalars = step_scalars(self.step_count, grad_scale, skip, beta1=o.beta1, beta2=o.beta2)
-        states = (self.masters.flats, self.exp_avg.flats, self.exp_avg_sq.flats, self.grads.state.flats)
-        for shard, *flats, grads in zip(self.shards, *states, strict=True):
-            for group, start, stop, local in shard.runs:
-                adamw_(
-                    *(flat[local : local + stop - start] for flat in flats),
-                    grads[start:stop],
-                    scalars,
-                    lr=decoupled_lr if group.decoupled else lr,
-                    weight_decay=weight_decay if group.decay else 0.0,
-                    beta1=o.beta1,
-                    beta2=o.beta2,
-                    eps=o.eps,
-                )
+        rates = [
+            rates_of(group, lr=lr, decoupled_lr=decoupled_lr, weight_decay=weight_decay) for group in self._group_order
+        ]
+        scalars = step_scalars(self.step_count, grad_scale, skip, rates, beta1=o.beta1, beta2=o.beta2)
+        for update, grads in zip(self._updates, self.grads.state.flats, strict=True):
+            update(grads, scalars, beta1=o.beta1, beta2=o.beta2, eps=o.eps)
 
     def state(self) -> dict[str, StateItem]:
-        """This rank's masters and moments (FP32, without vocabulary padding) and counts; views, not copies."""
+        """This rank's masters and moments (FP32, without vocabulary padding) and counts.
+
+        Views, but copies where less than FP32 is stored.
+        """
         items = {}
-        for kind, values in self._shard_states().items():
-            items |= values.state(f"{PREFIX}{kind}/", self._specs, self._stages.counted_before)
+        for kind, held in self._held().items():
+            items |= held.state(f"{PREFIX}{kind}/", self._specs, self._stages.counted_before)
         items[PREFIX + "step"] = StateItem.whole(self.step_count)
         items[PREFIX + "skipped_steps"] = StateItem.whole(self.skipped_count)
         return items
@@ -246,16 +296,23 @@ class Optimizer:
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes what `state()` gave (FP32; KeyError when one is missing) and writes the weights from the masters."""
-        for key, item in self.state().items():
-            item.tensor.copy_(tensors[key])
+        for kind, held in self._held().items():
+            values = held.values()
+            for key, item in values.state(f"{PREFIX}{kind}/", self._specs).items():
+                item.tensor.copy_(tensors[key])
+            held.assign(values)
+        self.step_count.copy_(tensors[PREFIX + "step"])
+        self.skipped_count.copy_(tensors[PREFIX + "skipped_steps"])
         self.write_weights()
 
     @torch.no_grad()
     def reset_from_weights(self) -> None:
         """Starts afresh from weights that were loaded alone: masters are the weights, moments and counts zero."""
-        for piece, master in self.masters.pieces():
+        masters = self.masters.values()
+        for piece, master in masters.pieces():
             if piece.name not in self._primary:  # those were loaded into their masters
                 master.copy_(self.weights.high_precision(piece.name).reshape(-1)[piece.start : piece.stop])
+        self.masters.assign(masters)
         for values in (self.exp_avg, self.exp_avg_sq):
             values.zero()
         self.step_count.zero_()
@@ -277,7 +334,7 @@ class Optimizer:
                 a.copy_(b)
         return copies.state("", self._specs)
 
-    def _shard_states(self) -> dict[str, ShardState]:
+    def _held(self) -> dict[str, Masters | Moments]:
         return {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
@@ -306,11 +363,12 @@ def build_optimizer(
     """
     o = config.optimizer
     options = AdamWOptions(beta1=o.adam_beta1, beta2=o.adam_beta2, eps=o.adam_eps, clip_grad=o.clip_grad)
+    params = list(params)
     return Optimizer(
         params,
         options,
         seed=config.train.seed,
-        decoupled=decoupled,
+        groups=default_groups({spec.name: spec for spec, _ in params}, decoupled),
         parallel=parallel,
         sharding=Sharding.of(config),
         scaling=scaling,

@@ -163,8 +163,16 @@ class FlatWeights:
         """Rounds this rank's shards of the masters (flat) into the buffer."""
         for run in self.shard.ranges:
             self.flat[run.start : run.stop].copy_(masters[run.local : run.local + run.stop - run.start])
+        self.announce()
+
+    def announce(self) -> None:
+        """Call it after writing to the buffer, which doesn't count as writing to a view of it."""
         for param in self.params:
-            torch.autograd.graph.increment_version(param)  # writing to the buffer doesn't count as writing to a view
+            torch.autograd.graph.increment_version(param)
+
+    def tiles(self, name: str) -> dict[str, int]:
+        """What an update needs to know of the tiles of a weight: nothing, there are none."""
+        return {}
 
     def post_gather(self, bucket: Bucket) -> Pending:
         """Starts to gather the other ranks' shards of a bucket."""

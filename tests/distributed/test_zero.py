@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from megafp8.checkpoint import find_checkpoint, load_found, save_checkpoint
 from megafp8.config import Config
-from megafp8.optimizer import AdamWOptions, Optimizer, Sharding
+from megafp8.optimizer import AdamWOptions, Group, Optimizer, Sharding
 from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import StateItem, name_of
 from tests.distributed.recorder import record
@@ -42,8 +42,8 @@ def make(parallel: ParallelContext, seed: int = 1, **sharding) -> Optimizer:
     params = [make_param(name, shape, seed=seed) for name, shape in SHAPES.items()]
     params += [make_param("experts.0.weight", (30, 20), expert=True, seed=seed)]
     options = AdamWOptions(clip_grad=1.0)
-    decoupled = frozenset({"a.weight"})
-    return Optimizer(params, options, seed=seed, parallel=parallel, decoupled=decoupled, sharding=Sharding(**sharding))
+    groups = {"a.weight": Group(True, decoupled=True)}
+    return Optimizer(params, options, seed=seed, parallel=parallel, groups=groups, sharding=Sharding(**sharding))
 
 
 def fill(optimizer: Optimizer, iteration: int, microbatches: int = 1) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megafp8.fp8 import get_recipe
-from megafp8.fp8.formats import decode_scale
+from megafp8.fp8.formats import decode_scale, reciprocal
 from megafp8.fp8.param import Weight
 from megafp8.fp8.primary import PrimaryBytes, orientations, piece_amax, quantize_piece, scale_shape
 
@@ -36,7 +36,12 @@ def in_pieces(weight: torch.Tensor, recipe, cuts: list[int], scale=None) -> Prim
     for start, stop in reversed(pieces):
         for o in kinds:
             piece_amax(quantizer, flat[start:stop], start, shape, o, amaxes[o])
-    multipliers = primary.set_scales(amaxes, scale)
+    if scale is None:
+        scales = {o: quantizer.scales(amax) for o, amax in amaxes.items()}
+    else:
+        scales = {o: (scale.view(1), reciprocal(scale.view(1))) for o in kinds}
+    multipliers = {o: pair[0] for o, pair in scales.items()}
+    primary.set_scales(amaxes, {o: pair[1] for o, pair in scales.items()}, scale)
     for start, stop in pieces:
         for o in kinds:
             quantize_piece(quantizer.spec, flat[start:stop], start, shape, o, multipliers[o], stored[o][start:stop])

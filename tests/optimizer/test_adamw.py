@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafp8.optimizer.adamw import adamw_, step_scalars
+from megafp8.optimizer.adamw import Rates, adamw, step_scalars
 from tests.optimizer.helpers import (
     assert_same_bits,
     make_optimizer,
@@ -148,15 +148,14 @@ def test_the_result_of_an_element_does_not_depend_on_its_place():
     n = 70001
     state = [torch.randn(n, generator=generator) for _ in range(2)] + [torch.rand(n, generator=generator)]
     grad = torch.randn(n, generator=generator) * 100
-    options = {"lr": 3e-4, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-    scalars = step_scalars(
-        torch.tensor(7), torch.tensor(0.0123, dtype=torch.float64), torch.tensor(False), beta1=0.9, beta2=0.95
-    )
-    whole = [t.clone() for t in state]
-    adamw_(*whole, grad, scalars, **options)
+    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    scale = torch.tensor(0.0123, dtype=torch.float64)
+    rates = [Rates(3e-4, 0.1)]
+    scalars = step_scalars(torch.tensor(7), scale, torch.tensor(False), rates, beta1=0.9, beta2=0.95)
+    whole = adamw(*state, grad, scalars, 0, **options)
     cuts = [0, 1, 4, 33, 129, 5000, 32768, 32769, 50003, n]
-    parts = [t.clone() for t in state]
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        adamw_(*(t[a:b] for t in parts), grad[a:b], scalars, **options)
-    for x, y in zip(whole, parts, strict=True):
-        assert torch.equal(x, y)
+    parts = [
+        adamw(*(t[a:b] for t in state), grad[a:b], scalars, 0, **options) for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    for x, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+        assert torch.equal(x, torch.cat(pieces))

@@ -53,7 +53,7 @@ def test_only_decaying_parameters_decay():
 
 def test_decoupled_parameters_follow_their_own_rate():
     a, b = make_param("embedding", (8, 4)), make_param("body", (8, 4))
-    optimizer = Optimizer([a, b], AdamWOptions(), seed=1, decoupled=frozenset({"embedding"}))
+    optimizer = Optimizer([a, b], AdamWOptions(), seed=1, groups={"embedding": Group(True, decoupled=True)})
     before = {n: m.clone() for n, m in optimizer.masters.views.items()}
     for view in optimizer.grads.state.views.values():
         view.fill_(1.0)

@@ -1,0 +1,237 @@
+"""AdamW in one launch a buffer, from gradient sums to new weights: the GPU's version of `megafp8/optimizer/adamw.py`.
+
+What a launch needs to know of the buffer is in two tables on the device, made once: `pieces`, a row for each parameter
+that the rank holds some of, and `tasks`, a row for each program. What changes in every step (gradient scale, bias
+corrections, rates of the groups, the skip flag) are tensors on the device as well, so no launch waits for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+
+from .adamw_device import chunk_layout, round_to, step_chunks
+from .quantize_device import cast_fp8, nonfinite_to_nan
+
+CHUNK = gl.constexpr(64)
+
+
+class PieceRow(NamedTuple):
+    """A piece of a parameter; places and sizes in chunks of 64 elements, gaps of alignment rounded up.
+
+    local: in the rank's state. start: in the buffer. chunks: how many. index: where it begins in the parameter.
+    group: row of the rates. key: of its random bits. amax: where the weight's amaxes begin in the packed buffer, and
+    columns: chunks a row of the weight (FP8 primary weights; else 0).
+    """
+
+    local: int
+    start: int
+    chunks: int
+    index: int
+    group: int
+    key: int = 0
+    amax: int = 0
+    columns: int = 1
+
+
+FIELDS = gl.constexpr(len(PieceRow._fields))
+LOCAL, START, CHUNKS, INDEX, GROUP, KEY, AMAX, COLUMNS = (gl.constexpr(i) for i in range(8))
+
+
+class Launch(NamedTuple):
+    """rows: chunks a program. num_warps: of a program."""
+
+    rows: int = 32
+    num_warps: int = 4
+
+
+DEFAULT = Launch()
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What a launch's programs do. pieces: int32 [pieces, 8]; tasks: int32 [programs, 2], a piece and a chunk in it."""
+
+    pieces: Tensor
+    tasks: Tensor
+    launch: Launch
+
+    @staticmethod
+    def of(rows: Iterable[PieceRow], device: torch.device, launch: Launch = DEFAULT) -> Tables:
+        rows = list(rows)
+        keys = [row._replace(key=row.key - (row.key >> 31 << 32)) for row in rows]  # as int32
+        pieces = torch.tensor(keys, dtype=torch.int32).view(-1, len(PieceRow._fields))
+        counts = -(-pieces[:, CHUNKS.value] // launch.rows)
+        piece = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        first = torch.cumsum(counts, 0) - counts
+        chunk = (torch.arange(len(piece)) - first[piece]) * launch.rows
+        return Tables(pieces.to(device), torch.stack([piece, chunk], 1).int().contiguous().to(device), launch)
+
+
+class Moment(NamedTuple):
+    """A stored moment. values: FP32, BF16, or FP8 bytes (uint8), which have an FP32 amax and a code a chunk."""
+
+    values: Tensor
+    amax: Tensor | None = None
+    code: Tensor | None = None
+
+
+class Scalars(NamedTuple):
+    """Of a step, on the device: FP32 gradient scale and second correction, int64 step, skip flag (uint8), and FP32
+    rates [groups, 2]: step size (corrected learning rate) and learning rate x decay."""
+
+    grad_scale: Tensor
+    correction2: Tensor
+    step: Tensor
+    skip: Tensor
+    rates: Tensor
+
+
+def adamw(
+    tables: Tables,
+    master: Tensor,
+    weight: Tensor | None,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    grad: Tensor,
+    scalars: Scalars,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decoding: Tensor | None = None,
+    amax: Tensor | None = None,
+    block: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Updates a rank's shard of a buffer in place.
+
+    Args:
+        master: FP32, or the lower halves (int16) of masters whose upper halves are the BF16 weights.
+        weight: the whole buffer of weights, of which the rank's part is written (BF16 or FP32); None: none are held.
+        grad: the whole buffer of FP32 gradient sums, only read.
+        decoding: FP32 [codes * 128], values of FP8 moments' magnitudes (`codecs.decoding_table`).
+        amax: FP32, zeroed: receives the amaxes of the new weights, rounded to `dtype`, in tiles of `block` x `block`.
+
+    """
+    launch = tables.launch
+    adamw_kernel[(len(tables.tasks),)](
+        master, weight, *exp_avg, *exp_avg_sq, decoding, grad, amax, scalars.grad_scale, scalars.correction2,
+        scalars.step, scalars.skip, scalars.rates, tables.pieces, tables.tasks, 1 - beta1, 1 - beta2, eps,
+        REMAINDER=master.dtype == torch.int16, B=block, ROUND=_DTYPES[dtype], R=launch.rows, W=launch.num_warps,
+        num_warps=launch.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def cast(tables: Tables, master: Tensor, data: Tensor, multipliers: Tensor, *, fmax: float, block: int,
+         dtype: torch.dtype) -> None:
+    """Writes a rank's part of the FP8 bytes `data` (uint8, the whole buffer), from its FP32 masters rounded to `dtype`.
+
+    multipliers: FP32, packed as the amaxes of `adamw` are.
+    """
+    launch = tables.launch
+    cast_kernel[(len(tables.tasks),)](
+        master, data, multipliers, tables.pieces, tables.tasks, FMAX=fmax, B=block, ROUND=_DTYPES[dtype],
+        R=launch.rows, W=launch.num_warps, num_warps=launch.num_warps,
+    )  # fmt: skip
+
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+@jit
+def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
+                 grad_ptr, packed_ptr, grad_scale_ptr, correction2_ptr, step_ptr, skip_ptr, rates_ptr, pieces_ptr,
+                 tasks_ptr, rest1, rest2, eps, REMAINDER: gl.constexpr, B: gl.constexpr, ROUND: gl.constexpr,
+                 R: gl.constexpr, W: gl.constexpr):
+    """B: edge of the FP8 tiles whose amaxes are taken of the new weights, rounded to ROUND (0: whole tensors).
+
+    Skipped, only amaxes are taken, of masters as they are.
+    """
+    L: gl.constexpr = chunk_layout(W)
+    skip = gl.load(skip_ptr) != 0
+    if packed_ptr is None:  # noqa: SIM102 (the first `if` is decided at compile time)
+        if skip:
+            return
+    task = tasks_ptr + gl.program_id(0).to(gl.int64) * 2
+    piece = pieces_ptr + gl.load(task).to(gl.int64) * FIELDS
+    first = gl.load(task + 1)
+    chunk = first + gl.arange(0, R, layout=gl.SliceLayout(1, L))
+    live = chunk < gl.load(piece + CHUNKS)
+    local = gl.load(piece + LOCAL) + chunk
+    start = gl.load(piece + START) + chunk
+    index = gl.load(piece + INDEX) + chunk
+    rates = rates_ptr + gl.load(piece + GROUP) * 2
+    p = step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
+                    grad_ptr, local, start, index, live, skip,
+                    gl.load(piece + KEY), gl.load(step_ptr), gl.load(grad_scale_ptr), gl.load(rates),
+                    gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, L)
+    if packed_ptr is not None:
+        amax_of_chunks(packed_ptr + gl.load(piece + AMAX), p, index, live, gl.load(piece + COLUMNS), B, ROUND, R)
+
+
+@jit
+def tile_of(index, columns, B: gl.constexpr):
+    """Number of the B x B tile in which chunk `index` of a weight begins."""
+    row = index // columns
+    column = index % columns
+    if B >= 64:
+        tile = row // B * ((columns * 64 + B - 1) // B) + column // (B // 64)
+    else:
+        tile = (row // B * columns + column) * (64 // B)
+    return tile
+
+
+@jit
+def amax_of_chunks(out_ptr, p, index, live, columns, B: gl.constexpr, ROUND: gl.constexpr, R: gl.constexpr):
+    """Raises the tiles' amaxes: an integer maximum, whose order doesn't matter."""
+    size = gl.abs(nonfinite_to_nan(round_to(p, ROUND).to(gl.float32)))
+    size = gl.where(gl.expand_dims(live, 1), size, 0.0)
+    out = out_ptr.to(gl.pointer_type(gl.int32))
+    if B == 0:
+        amax = gl.maximum(gl.max(gl.max(size, axis=1), axis=0), 0.0)
+        gl.atomic_max(out, amax.to(gl.int32, bitcast=True), sem="relaxed")
+    elif B >= 64:
+        amax = gl.maximum(gl.max(size, axis=1), 0.0).to(gl.int32, bitcast=True)
+        gl.atomic_max(out + tile_of(index, columns, B), amax, mask=live, sem="relaxed")
+    else:
+        amax = gl.max(gl.reshape(size, (R, 64 // B, B)), axis=2)
+        amax = gl.maximum(amax, 0.0).to(gl.int32, bitcast=True)
+        L: gl.constexpr = amax.type.layout
+        tile = gl.convert_layout(tile_of(index, columns, B), gl.SliceLayout(1, L))
+        part = gl.arange(0, 64 // B, layout=gl.SliceLayout(0, L))
+        mask = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, L)), 1)
+        gl.atomic_max(out + gl.expand_dims(tile, 1) + gl.expand_dims(part, 0), amax, mask=mask, sem="relaxed")
+
+
+@jit
+def cast_kernel(master_ptr, bytes_ptr, multiplier_ptr, pieces_ptr, tasks_ptr, FMAX: gl.constexpr, B: gl.constexpr,
+                ROUND: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
+    """FP8 bytes of weights, rounded from masters, with one multiplier a tile."""
+    L: gl.constexpr = chunk_layout(W)
+    task = tasks_ptr + gl.program_id(0).to(gl.int64) * 2
+    piece = pieces_ptr + gl.load(task).to(gl.int64) * FIELDS
+    chunk = gl.load(task + 1) + gl.arange(0, R, layout=gl.SliceLayout(1, L))
+    live = chunk < gl.load(piece + CHUNKS)
+    mask = gl.expand_dims(live, 1)
+    columns = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
+    local = gl.expand_dims(gl.load(piece + LOCAL) + chunk, 1).to(gl.int64) * CHUNK + columns
+    p = gl.load(master_ptr + local, mask=mask, other=0.0)
+    multiplier = multiplier_ptr + gl.load(piece + AMAX)
+    if B == 0:
+        scale = gl.load(multiplier)
+    else:
+        tile = tile_of(gl.load(piece + INDEX) + chunk, gl.load(piece + COLUMNS), B)
+        if B >= 64:
+            scale = gl.expand_dims(gl.load(multiplier + tile, mask=live, other=0.0), 1)
+        else:
+            scale = gl.load(multiplier + gl.expand_dims(tile, 1) + columns // B, mask=mask, other=0.0)
+    x = nonfinite_to_nan(round_to(p, ROUND).to(gl.float32)) * scale
+    start = gl.expand_dims(gl.load(piece + START) + chunk, 1).to(gl.int64) * CHUNK + columns
+    gl.store(bytes_ptr + start, cast_fp8(x, FMAX), mask=mask)

@@ -1,0 +1,107 @@
+"""The optimizer's kernels, compiled for Hopper and run on the CPU: the bits of the PyTorch reference."""
+
+import pytest
+import torch
+from megafp8.kernels import adamw as kernels
+
+from megafp8.optimizer import codecs
+from megafp8.optimizer.adamw import Rates, step_scalars
+from megafp8.optimizer.layout import Entry, Group, Shard, plan_layouts
+from megafp8.optimizer.precision import Precision
+from megafp8.optimizer.stored import Stored
+from megafp8.optimizer.update import BufferUpdate
+from tests.kernels import testing
+
+CONSTANTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+GROUPS = {"a": Group(True), "b": Group(False), "c": Group(True)}
+RATES = [Rates(3e-3, 0.1), Rates(1e-3, 0.0)]
+SIZES = {"a": 64 * 5 + 7, "b": 9, "c": 64 * 70}
+LAUNCH = kernels.Launch(8, 1)
+
+
+class Weights:
+    """What an update asks of a buffer of weights."""
+
+    def __init__(self, flat):
+        self.flat = flat
+
+    def write(self, masters):
+        self.flat[256 : 256 + len(masters)].copy_(masters)
+
+    def announce(self):
+        pass
+
+    def tiles(self, name):
+        return {}
+
+
+def make(precision: Precision, seed: int = 0):
+    """A buffer of which the rank holds the second half, with a few steps' worth of state: (update, grad)."""
+    entries = [Entry(n, size, torch.bfloat16, False, GROUPS[n], precision=precision) for n, size in SIZES.items()]
+    (layout,) = plan_layouts(entries, shards=2)
+    shard = Shard(layout, 1)
+    generator = torch.Generator().manual_seed(seed)
+    held, live = shard.numel, torch.zeros(shard.numel)
+    for piece in shard.pieces:
+        live[piece.place] = 1
+    weights = Weights(torch.zeros(layout.numel, dtype=torch.bfloat16))
+    start = shard.ranges[0].start
+    weights.write = lambda m: weights.flat[start : start + held].copy_(m)
+    values = torch.where(live > 0, torch.randn(held, generator=generator), 0.0)
+    master = values
+    weights.write(values)
+    if precision.master == "remainder":
+        upper, master = codecs.split_master(values)
+        weights.flat[start : start + held] = upper
+    spread = torch.exp(3 * torch.randn(held, generator=generator))
+    m, v = (Stored.zeros(kind, held, torch.device("cpu")) for kind in (precision.exp_avg, precision.exp_avg_sq))
+    m.write(torch.randn(held, generator=generator) * spread * live)
+    v.write((torch.randn(held, generator=generator) * spread * live) ** 2)
+    update = BufferUpdate(shard, {"a": 0, "b": 1, "c": 0}, {"a": 5, "b": 2**31 + 9, "c": 77}, master, m, v, weights)
+    grad = torch.randn(layout.numel, generator=generator)
+    for slot in layout.slots:
+        grad[slot.stop : -(-slot.stop // 64) * 64] = 0
+    return update, grad
+
+
+def on_kernels(update: BufferUpdate, grad, scalars) -> None:
+    update._kernels = kernels
+    update._tables = kernels.Tables.of(update._rows(), torch.device("cpu"), LAUNCH)
+    update._decoding = codecs.decoding_table(torch.device("cpu"))
+    with testing.emulated_launches():
+        update(grad, scalars, **CONSTANTS)
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "remainder": Precision("remainder"),
+    "bf16": Precision("fp32", "bf16", "bf16"),
+    "fp8": Precision("fp32", "fp8", "fp8"),
+    "mixed": Precision("remainder", "fp8", "bf16"),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("skip", [False, True])
+def test_kernel_and_reference_have_the_same_bits(precision, skip):
+    scale = torch.tensor(0.37, dtype=torch.float64)
+    scalars = step_scalars(torch.tensor(3), scale, torch.tensor(skip), RATES, beta1=0.9, beta2=0.95)
+    (a, grad), (b, _) = make(precision), make(precision)
+    before = [t.clone() for t in state(a)]
+    a(grad, scalars, **CONSTANTS)
+    on_kernels(b, grad, scalars)
+    for name, x, y, old in zip(NAMES, state(a), state(b), before, strict=True):
+        x, y, old = (t.view(torch.uint8) for t in (x, y, old))
+        assert torch.equal(x, y), name
+        if x.numel() and (name != "weights" or precision.master == "remainder"):
+            assert torch.equal(x, old) == skip, name
+
+
+NAMES = ["master", "weights", "exp_avg", "exp_avg_sq", "amax", "amax", "code", "code"]
+
+
+def state(update):
+    rest = [t for kind in ("amax", "code") for s in (update.exp_avg, update.exp_avg_sq) for t in [getattr(s, kind)]]
+    empty = torch.zeros(0)
+    found = [update.master, update.weights.flat, update.exp_avg.values, update.exp_avg_sq.values]
+    return found + [empty if t is None else t for t in rest]
