@@ -11,7 +11,7 @@ from megafp8.checkpoint.resume import (
     select_saved,
 )
 from megafp8.checkpoint.rng import RandomState
-from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.save import SaveJob, save_checkpoint
 from megafp8.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megafp8.checkpoint.strictness import STRICTNESS
 from megafp8.checkpoint.tensor_file import DamagedFileError
@@ -24,6 +24,7 @@ __all__ = [
     "DamagedFileError",
     "Found",
     "RandomState",
+    "SaveJob",
     "check_tokenizer",
     "find_checkpoint",
     "find_together",

@@ -132,7 +132,7 @@ class BackgroundSaver:
             return False
         job.stage(self._host.copy)
         self._job = job
-        self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=job.write, args=(self._host.wait,), name="checkpoint", daemon=True)
         self._thread.start()
         return True
 
@@ -142,7 +142,3 @@ class BackgroundSaver:
         self._thread.join()
         self._thread = None
         return job.finish()
-
-    def _write(self, job: SaveJob) -> None:
-        self._host.wait()
-        job.write()

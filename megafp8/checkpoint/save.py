@@ -49,11 +49,7 @@ def save_checkpoint(
     Returns the checkpoint's directory, or None on every rank when the disk refused one (full, gone, read-only) or
     another run is saving there: that is logged, what was written is removed, and training goes on.
     """
-    job = SaveJob(CheckpointWriter(save, iteration, metadata, retain_interval=retain_interval), parallel)
-    if not job.plan(items):
-        return None
-    job.write()
-    return job.finish()
+    return SaveJob(CheckpointWriter(save, iteration, metadata, retain_interval=retain_interval), parallel).run(items)
 
 
 class SaveJob:
@@ -65,6 +61,13 @@ class SaveJob:
         self._planner = BoxSavePlanner()
         self._written: list[Any] = []
         self._error: BaseException | None = None
+
+    def run(self, items: Mapping[str, StateItem]) -> Path | None:
+        """All steps at once; returns what `finish` returns."""
+        if not self.plan(items):
+            return None
+        self.write()
+        return self.finish()
 
     def plan(self, items: Mapping[str, StateItem]) -> bool:
         """Decides who writes what and makes the directory; False on every rank when the disk refused."""
@@ -79,9 +82,10 @@ class SaveJob:
         """From now on the job holds what `copy` made of the tensors that this rank writes, and no others."""
         self._planner.stage(self._plan, copy)
 
-    def write(self) -> None:
-        """Writes this rank's files. What goes wrong is kept for `finish`."""
+    def write(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Writes this rank's files, once `ready()` has waited for the tensors. What goes wrong is kept for `finish`."""
         try:
+            ready()
             self._written = results_to_json(self._writer.write_data(self._plan, self._planner).wait())
         except BaseException as error:  # noqa: BLE001 -- raised in `finish`, in the main thread
             self._error = error

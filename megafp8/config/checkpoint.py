@@ -19,6 +19,11 @@ class CheckpointConfig:
     save_retain_interval: int | None = flag(
         None, "Keep checkpoints at multiples of this and the newest one; delete the others.", shown_default="keep all"
     )
+    async_save: bool = flag(
+        False,
+        "Write checkpoints in the background: training stands still only while the state is copied to host memory, "
+        "which takes as much memory as a rank's part of a checkpoint.",
+    )
     no_save_optim: bool = flag(False, "Leave the optimizer's state out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave the random states out of checkpoints.")
     load: str | None = flag(
@@ -31,4 +36,20 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, "Load weights only; the optimizer starts fresh.")
     no_load_rng: bool = flag(False, "Don't load the random states.")
     finetune: bool = flag(False, "Load weights only and start at iteration 0 with fresh optimizer and data.")
-    async_save: bool = flag(False, "Write checkpoints in the background while training goes on.")
+    load_fallback: bool = flag(
+        False, "Where the checkpoint in --load is damaged, take the newest one before it that isn't."
+    )
+    load_narrowing: bool = flag(
+        False, "Also load tensors into narrower floating-point types (FP32 weights into BF16 ones), which rounds them."
+    )
+    dist_ckpt_strictness: str | None = flag(
+        None,
+        "What to do about names that only the checkpoint or only the run has: raise_* ends with an error, log_* and "
+        "return_* go on with a log line, ignore_all without; *_unexpected is about names that the checkpoint lacks "
+        "(they keep their initial values), *_all also about those that the run has no place for.",
+        choices=(
+            *("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"),
+            *("return_unexpected", "return_all", "ignore_all"),
+        ),
+        shown_default="raise_all",
+    )

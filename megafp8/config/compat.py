@@ -41,7 +41,6 @@ ACCEPTED = (
         "--ckpt-format X",
         "--use-dist-ckpt",
         "--auto-detect-ckpt-format",
-        "--dist-ckpt-strictness X",
         "--dist-ckpt-optim-fully-reshardable",
         "--ckpt-assume-constant-structure",
         "--ckpt-fully-parallel-save",
@@ -61,6 +60,7 @@ ACCEPTED = (
         "--log-batch-size-to-tensorboard",
         "--log-timers-to-tensorboard",
     ),
+    *accepted("checksums are always written and checked", "--verify-integrity"),
     *accepted("timers here cost nothing to keep on", "--timing-log-level X", "--timing-log-option X"),
     *accepted("log lines are few and always written", "--logging-level X", "--tensorboard-queue-size X"),
     *accepted("non-finite steps are always found, skipped and counted", "--no-check-for-nan-in-loss-and-grad"),
@@ -175,7 +175,6 @@ NOT_YET = (
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
-    *not_yet("checksums of checkpoints", "--verify-integrity"),
     *not_yet("profiling", "--profile", "--profile-step-start X", "--profile-step-end X", "--profile-ranks X..."),
     *not_yet(
         "Weights & Biases",
@@ -192,7 +191,6 @@ NOT_YET_FIELDS = (
     NotYetField("expert_tensor_parallel_size", "expert parallelism"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
-    NotYetField("async_save", "saving in the background"),
 )
 
 FOREIGN: tuple[Foreign, ...] = (*ACCEPTED, *REFUSED, *NOT_YET)

@@ -6,17 +6,20 @@ FP8 copy of an older weight can survive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megafp8.checkpoint import (
+    STRICTNESS,
+    CheckpointWriter,
+    DamagedFileError,
     Found,
     RandomState,
+    SaveJob,
     check_tokenizer,
-    find_checkpoint,
+    find_together,
     load_found,
-    save_checkpoint,
     select_saved,
 )
 from megafp8.checkpoint.resume import OPTIMIZER
@@ -55,32 +58,36 @@ class RunState:
             items |= state
         return items
 
+    def items_to_save(self) -> dict[str, StateItem]:
+        """What the flags leave of the items."""
+        checkpoint = self._parts.config.checkpoint
+        return select_saved(self.items(), no_save_optim=checkpoint.no_save_optim, no_save_rng=checkpoint.no_save_rng)
+
+    def writer(self, progress: Progress) -> CheckpointWriter:
+        """Of the checkpoint in `--save` that has the run's place and flags."""
+        checkpoint, metadata = self._parts.config.checkpoint, run_metadata(self._parts, progress)
+        return CheckpointWriter(
+            checkpoint.save, progress.iteration, metadata, retain_interval=checkpoint.save_retain_interval
+        )
+
     def save(self, progress: Progress) -> bool:
         """Saves to `--save`; False when the disk refused (logged), which is no reason to end the run."""
-        checkpoint = self._parts.config.checkpoint
-        items = select_saved(self.items(), no_save_optim=checkpoint.no_save_optim, no_save_rng=checkpoint.no_save_rng)
-        directory = save_checkpoint(
-            checkpoint.save,
-            progress.iteration,
-            items,
-            run_metadata(self._parts, progress),
-            retain_interval=checkpoint.save_retain_interval,
-            parallel=self._parts.parallel,
-        )
-        return directory is not None
+        job = SaveJob(self.writer(progress), self._parts.parallel)
+        return job.run(self.items_to_save()) is not None
 
     def load(self, found: Found) -> None:
         """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""
         check_tokenizer(found, tokenizer_identity(self._parts.tokenizer))
         checkpoint = self._parts.config.checkpoint
-        items = self.items()
         tensors = load_found(
             found,
-            items,
+            self.items(),
             finetune=checkpoint.finetune,
             no_load_optim=checkpoint.no_load_optim,
             no_load_rng=checkpoint.no_load_rng,
-            elsewhere=names_of_all(items, self._parts.parallel),
+            strictness=STRICTNESS[checkpoint.dist_ckpt_strictness or "raise_all"],
+            allow_narrowing=checkpoint.load_narrowing,
+            parallel=self._parts.parallel,
         )
         with_optimizer = any(name.startswith(OPTIMIZER) for name in tensors)
         for owner in self._owners:
@@ -89,14 +96,6 @@ class RunState:
             else:
                 owner.load_state(tensors)
         self._parts.optimizer.write_weights()  # FP8 primary weights again, now that their scales are there
-
-
-def names_of_all(items: Iterable[str], parallel: ParallelContext) -> set[str]:
-    """The names of all ranks' items, of other pipeline stages and other experts too; every rank calls it."""
-    names = set(items)
-    for axis in (parallel.pp, parallel.ep):
-        names = {name for part in axis.exchange(sorted(names)) for name in part}
-    return names
 
 
 def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -109,10 +108,13 @@ def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:
     }
 
 
-def find_to_resume(config: Config) -> Found | None:
+def find_to_resume(config: Config, parallel: ParallelContext) -> Found | None:
     """The checkpoint that `--load` names, or None for a new run. ValueError where the flags ask for one in vain."""
     checkpoint = config.checkpoint
-    found = None if checkpoint.load is None else find_checkpoint(checkpoint.load, checkpoint.ckpt_step)
+    found = None
+    if checkpoint.load is not None:
+        fallback = checkpoint.load_fallback
+        found = find_together(parallel, checkpoint.load, checkpoint.ckpt_step, fallback=fallback)
     if found is None and checkpoint.exit_on_missing_checkpoint:
         raise ValueError(
             f"--exit-on-missing-checkpoint: --load {checkpoint.load} holds no checkpoint; give the directory of one, "
@@ -122,9 +124,25 @@ def find_to_resume(config: Config) -> Found | None:
 
 
 def resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Schedule, list[str]]:
-    """Loads `found`; returns where the run goes on, the schedule it follows, and lines that say what changed."""
-    with _reading(found):
-        return _resume(parts, state, found)
+    """Loads `found`; returns where the run goes on, the schedule it follows, and lines that say what changed.
+
+    With `--load-fallback` a damaged checkpoint is left for the newest one before it that isn't; no owner has seen
+    anything of the damaged one.
+    """
+    checkpoint, notes = parts.config.checkpoint, []
+    while True:
+        try:
+            with _reading(found):
+                progress, schedule, lines = _resume(parts, state, found)
+            return progress, schedule, notes + lines
+        except DamagedFileError as error:
+            if not checkpoint.load_fallback:
+                raise DamagedFileError(f"{error}; --load-fallback takes the checkpoint before") from None
+            older = find_together(parts.parallel, checkpoint.load, before=found.iteration, fallback=True)
+            if older is None:
+                raise
+            notes.append(f"--load-fallback: {error}; taking iteration {older.iteration}")
+            found = older
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from megafp8.training.opening import opening_lines
 from megafp8.training.progress import IterationRecord, Progress, read_records
 from megafp8.training.rerun import Reruns, StopRun
 from megafp8.training.run_log import RunLog
+from megafp8.training.saving import Outcome, Saves
 from megafp8.training.signals import StopSignal
 from megafp8.training.step import evaluate
 from megafp8.training.throughput import IntervalTimer, max_memory_gib
@@ -35,6 +36,7 @@ class Trainer:
         self.parts = parts
         self.config: Config = parts.config
         self.state = RunState(parts)
+        self._saves = Saves(parts, self.state)
         self.progress = Progress()
         self._batch_size = BatchSize.of(self.config.train)
         self.schedule = parts.schedule
@@ -47,6 +49,7 @@ class Trainer:
         self.total_iterations = self._total_iterations()
         if self.progress.iteration < self.total_iterations and not self.config.train.skip_train:
             check_data_left(parts, self.progress)
+        notes += self._saves.prepare()
         self.log = self._open_log()
         if parts.parallel.is_first:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
@@ -71,7 +74,7 @@ class Trainer:
         return IterationRunner(self.parts, self.log, self.schedule, fallbacks, reruns)
 
     def _resume(self) -> list[str]:
-        found = find_to_resume(self.config)
+        found = find_to_resume(self.config, self.parts.parallel)
         if found is None:
             load = self.config.checkpoint.load
             return [] if load is None else [f"--load {load} holds no checkpoint: a new run starts"]
@@ -108,8 +111,12 @@ class Trainer:
                     self._runner.finish()
                 if self.config.train.skip_train or self.progress.iteration >= self.total_iterations:
                     self._evaluate_all(final=True)
+                self._report(self._saves.finish())
             except StopRun as decision:
                 return self._give_up(decision)
+            except Exception:
+                self._report(self._saves.rescue())
+                raise
             finally:
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
@@ -120,6 +127,7 @@ class Trainer:
         self.progress.suspect = decision.suspect
         if self.config.checkpoint.save is not None and (decision.suspect or self._saved_iteration is None):
             self._save()
+        self._report(self._saves.finish())
         self.log.event("stop", self.progress.iteration, f"exit code {decision.code}: {decision.reason}")
         return decision.code
 
@@ -142,6 +150,7 @@ class Trainer:
                 self._write_lines(pending, timer.lap())
                 pending = []
             with timer.paused():
+                self._report(self._saves.poll())
                 if train.eval_interval and iteration % train.eval_interval == 0 and not last:
                     self._evaluate_all()
                 if self._save_due(iteration, last or reason is not None):
@@ -269,9 +278,14 @@ class Trainer:
         return stopping or bool(checkpoint.save_interval and iteration % checkpoint.save_interval == 0)
 
     def _save(self) -> None:
-        self._save_failed = not self.state.save(self.progress)
-        if not self._save_failed:
-            self._saved_iteration = self.progress.iteration
-            self.log.note(f"saved iteration {self.progress.iteration} to {self.config.checkpoint.save}")
-        else:
-            self.log.note(f"could not save iteration {self.progress.iteration} to {self.config.checkpoint.save}")
+        self._saved_iteration = self.progress.iteration
+        self._report(self._saves.save(self.progress))
+
+    def _report(self, outcomes: list[Outcome]) -> None:
+        """Logs what became of saves."""
+        for outcome in outcomes:
+            self._save_failed = not outcome.saved
+            if self._save_failed and self._saved_iteration == outcome.iteration:
+                self._saved_iteration = None
+            what = "saved" if outcome.saved else "could not save"
+            self.log.note(f"{what} iteration {outcome.iteration} to {self.config.checkpoint.save}{outcome.note}")

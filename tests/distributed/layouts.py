@@ -27,7 +27,6 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import StateItem, name_of, specs_in_order
-from megafp8.training.checkpointing import names_of_all
 from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 from tests.distributed.pool import WorkerPool
 
@@ -222,7 +221,7 @@ def train(
 
 def load_states(directory: str, owners: list, parallel: ParallelContext) -> None:
     items = {name: item for owner in owners for name, item in owner.state().items()}
-    tensors = load_found(find_checkpoint(directory), items, elsewhere=names_of_all(items, parallel))
+    tensors = load_found(find_checkpoint(directory), items, parallel=parallel)
     for owner in owners:
         owner.load_state(tensors)
     owners[1].write_weights()

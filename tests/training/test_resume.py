@@ -107,13 +107,13 @@ def saved(corpus, tmp_path_factory):
 def test_a_whole_run_file_of_another_kind(corpus, saved, capsys, monkeypatch, case):
     """What passes all checksums may still come from elsewhere: one line, no traceback."""
 
-    def other(load, step=None):
-        found = find_checkpoint(load, step)
+    def other(_, load, step=None, **choose):
+        found = find_checkpoint(load, step, **choose)
         metadata = copy.deepcopy(dict(found.metadata))
         WRONG[case](metadata)
         return dataclasses.replace(found, metadata=metadata)
 
-    monkeypatch.setattr("megafp8.training.checkpointing.find_checkpoint", other)
+    monkeypatch.setattr("megafp8.training.checkpointing.find_together", other)
     assert run(*flags(corpus, "--load", saved)) == 2
     captured = capsys.readouterr()
     assert captured.err.count("error: ") == 1
@@ -124,11 +124,11 @@ def test_a_whole_run_file_of_another_kind(corpus, saved, capsys, monkeypatch, ca
 def test_data_that_ends_before_the_resume(corpus, saved, capsys, monkeypatch):
     """Before training starts, like every other mistake."""
 
-    def far(load, step=None):
-        found = find_checkpoint(load, step)
+    def far(_, load, step=None, **choose):
+        found = find_checkpoint(load, step, **choose)
         progress = found.metadata["progress"] | {"consumed_samples": 10**6}
         return dataclasses.replace(found, metadata=found.metadata | {"progress": progress})
 
-    monkeypatch.setattr("megafp8.training.checkpointing.find_checkpoint", far)
+    monkeypatch.setattr("megafp8.training.checkpointing.find_together", far)
     assert run(*flags(corpus, "--load", saved)) == 2
     assert "1000000 samples were consumed but the data has" in capsys.readouterr().err

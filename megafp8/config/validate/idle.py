@@ -111,12 +111,13 @@ IDLE = (
         "--lr-decay-style is not WSD",
     ),
     Idle(
-        ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
+        ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng", "async_save"),
         lambda c: c.checkpoint.save is None,
         "without --save",
     ),
     Idle(
-        ("no_load_optim", "no_load_rng", "finetune", "ckpt_step"),
+        ("no_load_optim", "no_load_rng", "finetune", "ckpt_step")
+        + ("load_fallback", "load_narrowing", "dist_ckpt_strictness"),
         lambda c: c.checkpoint.load is None,
         "without --load",
     ),
