@@ -26,7 +26,7 @@ from megafp8.fp8.producer import Gradients, Tensors, Want
 from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, sum_rows
+from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, multiply_wgrad, sum_rows
 
 
 def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
@@ -149,11 +149,8 @@ def _backward_high_precision(
     if needs_dgrad and dx is None:
         dx = comm.dgrad(dy, lambda dy: dy @ weight)
 
-    def wgrad() -> Tensor:
-        full = arriving()
-        if full.is_cuda and full.dtype != torch.float32:
-            return torch.mm(dy.t(), full, out_dtype=torch.float32)
-        return dy.t().float() @ full.float()
+    def wgrad(out: Tensor | None) -> Tensor:
+        return multiply_wgrad(dy, arriving(), out)
 
     return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None, ()
 
@@ -237,7 +234,11 @@ def _backward_fp8(
     if not needs_wgrad:
         return dx, None, others
     grad_output, (load, held) = _pick(quantized, needs["wgrad"]), arriving
-    return dx, Wgrad(lambda: gemm.wgrad(grad_output, load(), backend=args.backend), grad_output.nbytes + held), others
+
+    def wgrad(out: Tensor | None) -> Tensor:
+        return gemm.wgrad(grad_output, load(), out, args.backend)
+
+    return dx, Wgrad(wgrad, grad_output.nbytes + held), others
 
 
 def _arriving(x: Tensor | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:

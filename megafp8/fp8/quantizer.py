@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import reference
+from megafp8.fp8 import backend, reference
 from megafp8.fp8.formats import OperandSpec, Scale
 from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
 
@@ -102,7 +102,7 @@ class Quantizer:
                 "a colwise copy can be derived from rowwise bytes only under power-of-two scales: "
                 "use power_of_two_scales=True"
             )
-        return self.store(reference.derive_colwise(rowwise.data, rowwise.scale_inv, self.spec), "colwise")
+        return self.store(backend.derive_colwise(rowwise.data, rowwise.scale_inv, self.spec), "colwise")
 
 
 def _check(x: Tensor) -> None:

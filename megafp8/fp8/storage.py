@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import reference
+from megafp8.fp8 import backend
 from megafp8.fp8.formats import Format, Scale, Tile, format_of
 
 _ALIGN_BYTES = 16  # GEMMs load scales through descriptors, whose strides must be multiples of this
@@ -44,7 +44,7 @@ class QuantizedStorage:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Values in the stored orientation (colwise: `[K, M]`)."""
         if self.counts is None:
-            return reference.dequantize(self.data, self.scale_inv, self.tile, dtype)
+            return backend.dequantize(self.data, self.scale_inv, self.tile, dtype)
         return torch.cat([part.dequantize(dtype) for part in self.experts()], self._token_dim)
 
     @property
@@ -67,7 +67,7 @@ class QuantizedStorage:
 
     def flipped(self) -> QuantizedStorage:
         """The other orientation of a tensor- or 2D-tiled operand: the same bytes, transposed."""
-        data, scale_inv = reference.flip(self.data, self.scale_inv, self.tile)
+        data, scale_inv = backend.flip(self.data, self.scale_inv, self.tile)
         other = "colwise" if self.orientation == "rowwise" else "rowwise"
         return QuantizedStorage(data, gemm_layout(scale_inv, self.tile), self.tile, self.scale, other)
 

@@ -14,7 +14,7 @@ from megafp8.core.transformer.core_attention import CoreAttention, Sequences
 from megafp8.core.transformer.norm import Norm, head_norm
 from megafp8.core.transformer.produce import linear_after
 from megafp8.core.transformer.recompute import recomputed
-from megafp8.core.transformer.rope import apply_rotary
+from megafp8.core.transformer.rope import apply_rotary, split_heads
 from megafp8.step import StepContext
 
 
@@ -73,6 +73,10 @@ class SelfAttention(nn.Module):
     def _heads(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, d], k and v [T, groups, d], each contiguous: views would keep all of `qkv` alive."""
         tokens, n = qkv.shape[0], self.queries_per_group
+        if self.q_norm is None and sequences.rotation is not None and not self.interleaved:
+            heads = split_heads(qkv, sequences.rotation, n, self.channels)
+            if heads is not None:
+                return heads
         grouped = qkv.view(tokens, -1, n + 2, self.channels)
         q, k, v = grouped.split((n, 1, 1), dim=2)
         if self.q_norm is not None:

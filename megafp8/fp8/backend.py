@@ -1,0 +1,46 @@
+"""What storage is made to do, on the kernels of the device at hand: the reference's bytes and values, faster."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8 import reference
+from megafp8.fp8.formats import OperandSpec, Tile
+
+
+@cache
+def _kernels() -> tuple[ModuleType, ModuleType] | None:
+    """(dequantize, quantize_derive); None where Triton is not installed."""
+    try:
+        from megafp8.kernels import dequantize, quantize_derive
+    except ImportError:
+        return None
+    return dequantize, quantize_derive
+
+
+def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`reference.dequantize`."""
+    kernels = _kernels() if data.is_cuda else None
+    if kernels is not None and kernels[0].supports(data, scale_inv):
+        return kernels[0].dequantize(data, scale_inv, tile, dtype)
+    return reference.dequantize(data, scale_inv, tile, dtype)
+
+
+def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """`reference.flip`."""
+    kernels = _kernels() if data.is_cuda else None
+    if kernels is None:
+        return reference.flip(data, scale_inv, tile)
+    return kernels[1].transpose(data), (scale_inv if tile.kind == "tensor" else scale_inv.t())
+
+
+def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
+    """`reference.derive_colwise`."""
+    kernels = _kernels() if data.is_cuda else None
+    if kernels is None or spec.tile.block not in (16, 32, 64, 128):
+        return reference.derive_colwise(data, scale_inv, spec)
+    return kernels[1].derive_colwise(data, scale_inv, spec)

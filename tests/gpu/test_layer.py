@@ -1,0 +1,161 @@
+"""A layer's fused producers on a GPU: bytes, gradients, what is kept in FP8, shapes that no tensor core likes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megafp8.kernels import dequantize, rope
+
+from megafp8.core.transformer.activation import STORE, Activation, swiglu
+from megafp8.core.transformer.norm import Norm
+from megafp8.core.transformer.rope import _rotate
+from megafp8.fp8 import get_recipe, reference
+from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+from megafp8.fp8.policy import Policy
+from megafp8.fp8.producer import Want
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.step import StepContext
+from tests.core.helpers import LLAMA, Sink, batch, make_model, relative_error
+from tests.gpu.quantize_cases import holes, normal
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+CUDA = torch.device("cuda")
+RECIPES = {"blockwise": get_recipe("blockwise"), "mxfp8": get_recipe("mxfp8")}
+SHAPES = [(256, 512), (1, 128), (7, 712), (130, 4096), (4092, 896)]
+
+
+def raw(storage):
+    return [t.contiguous().view(torch.uint8) for t in (storage.data, storage.scale_inv)]
+
+
+def assert_same(got, want):
+    assert got.orientation == want.orientation
+    for a, b in zip(raw(got), raw(want), strict=True):
+        assert torch.equal(a, b)
+
+
+def both(recipe, role="input", colwise=True):
+    return Want(recipe.quantizer(role), True, colwise)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_norm_produces_the_quantizers_bytes(shape, recipe, centred):
+    norm = Norm("n", shape[1], kind="RMSNorm", eps=1e-5, zero_centered=centred, dtype=torch.bfloat16, device=CUDA)
+    with torch.no_grad():
+        norm.weight.copy_(normal(1, shape[1], seed=2)[0] * 0.1 + (0 if centred else 1))
+    x, grad, want = (normal(*shape) * 3).to(CUDA), normal(*shape, seed=3).to(CUDA), both(recipe)
+    made, kept = norm.produce(x, (norm.weight,), want)
+    (row, _), _ = norm.produce(x, (norm.weight,), replace(want, colwise=False)), None
+    value = norm.compute(x)
+    assert relative_error(made.rowwise.dequantize(), value.float()) < 0.04
+    assert_same(row.rowwise, made.rowwise)
+    again = norm.remake(kept, (norm.weight,), replace(want, rowwise=False), x.dtype)
+    assert_same(again.colwise, made.colwise)
+    dx, (dw,), remade = norm.gradient(grad, kept, (norm.weight,), None, replace(want, rowwise=False))
+    assert_same(remade.colwise, made.colwise)
+    exact = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
+    y = exact[0] * (exact[0].square().mean(1, keepdim=True) + 1e-5).rsqrt() * (exact[1] + float(centred))
+    for got, expected in zip((dx, dw), torch.autograd.grad(y, exact, grad.double()), strict=True):
+        assert relative_error(got, expected) < 4e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("store_fp8", [False, True])
+def test_swiglu_produces_the_quantizers_bytes(shape, recipe, store_fp8):
+    activation = Activation(swiglu, gated=True, store_fp8=store_fp8)
+    x, grad, want = normal(shape[0], 2 * shape[1]).to(CUDA), normal(*shape, seed=3).to(CUDA), both(recipe)
+    made, kept = activation.produce(x, (), want)
+    value = activation.compute(x)
+    assert_same(made.rowwise, want.quantize(value).rowwise)
+    assert_same(made.colwise, want.quantize(value).colwise)
+    seen = STORE.quantize(x).rowwise.dequantize(torch.bfloat16) if store_fp8 else x
+    assert torch.equal(activation.restore(kept, x.dtype), seen)
+    columns, to_fc1 = replace(want, rowwise=False), both(recipe, "grad_output")
+    plain = activation.gradient(grad, kept, (), None, True)
+    fused = activation.gradient(grad, kept, (), to_fc1, columns)
+    assert torch.equal(plain.value, activation.compute(seen))
+    assert_same(fused.value.colwise, columns.quantize(plain.value).colwise)
+    assert_same(fused.x.rowwise, to_fc1.quantize(plain.x).rowwise)
+    assert_same(fused.x.colwise, to_fc1.quantize(plain.x).colwise)
+    exact = seen.double().requires_grad_()
+    swiglu(exact).backward(grad.double())
+    assert relative_error(plain.x, exact.grad) < 4e-3
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise", "tensorwise", "mxfp8", "delayed"])
+@pytest.mark.parametrize("tokens", [1, 7, 129])
+def test_layer_of_unlikely_shapes_equals_the_cpu(recipe, tokens):
+    """CASES 90: widths that are no multiple of 16 and few tokens, through whole layers, gradients too."""
+    m = replace(LLAMA, hidden_size=88, kv_channels=24, ffn_hidden_size=72)
+    if recipe == "delayed":
+        recipe_of = Policy(get_recipe(recipe, amax_history_len=1))
+    else:
+        recipe_of = Policy(get_recipe(recipe) if recipe else None)
+    results = []
+    for device in (torch.device("cpu"), CUDA):
+        from megafp8.fp8 import DelayedScaling
+
+        model = make_model(m, dtype=torch.bfloat16, recipe_of=recipe_of).to(device)
+        sink = Sink(model)
+        step = StepContext(grads=sink, scaling=DelayedScaling.of(model))
+        ids, labels, _ = batch(1, tokens)
+        loss = model(ids.to(device), step=step, labels=labels.to(device))
+        loss.backward()
+        results.append([loss.cpu(), *(b.cpu() - Sink.OFFSET for b in sink.buffers.values())])
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-2, atol=0)
+    for got, expected in zip(results[1][1:], results[0][1:], strict=True):
+        assert got.isfinite().all()
+        if expected.norm() > 1e-3:
+            assert relative_error(got, expected) < 0.25
+
+
+def test_gradients_reach_fc1_as_bytes():
+    """Of a blockwise layer: fc1's backward gets the bytes that SwiGLU's gradient wrote."""
+    seen = []
+    model = make_model(
+        replace(LLAMA, hidden_size=128, ffn_hidden_size=256, num_layers=1), dtype=torch.bfloat16, device=CUDA,
+        recipe_of=Policy(get_recipe("blockwise")),
+    )  # fmt: skip
+    original = model.layers[0].mlp.fc1.forward
+
+    def spy(*args, **options):
+        y = original(*args, **options)
+        y.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
+        return y
+
+    model.layers[0].mlp.fc1.forward = spy
+    tokens, labels, _ = (t.to(CUDA) for t in batch())
+    model(tokens, step=StepContext(), labels=labels).backward()
+    assert seen == [QuantizedTensor]
+
+
+@pytest.mark.parametrize("tile", [Tile("1d", 128), Tile("1d", 32), Tile("2d", 128), Tile("tensor")], ids=str)
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("shape", [(40, 304), (1, 1), (300, 512)], ids=str)
+def test_dequantized_values_are_the_references(shape, tile, format):
+    (data, scale_inv), _ = reference.quantize(holes(*shape), OperandSpec(format, tile, Scale.FP32))
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        got = dequantize.dequantize(data.to(CUDA), scale_inv.to(CUDA), tile, dtype).cpu()
+        assert torch.equal(got.nan_to_num(1e9), reference.dequantize(data, scale_inv, tile, dtype).nan_to_num(1e9))
+
+
+@pytest.mark.parametrize(("groups", "n", "d"), [(8, 4, 128), (3, 1, 64), (1, 40, 32)])
+def test_heads_are_split_rotated_and_joined(groups, n, d):
+    qkv = normal(50, groups * (n + 2) * d).to(CUDA)
+    angles = normal(50, d // 2, torch.float32).to(CUDA)
+    cos, sin = angles.cos(), angles.sin()
+    q, k, v = rope.split_heads(qkv, cos, sin, n)
+    heads = qkv.view(50, groups, n + 2, d)
+    for got, part in ((q, heads[:, :, :n]), (k, heads[:, :, n])):
+        expected = _rotate(part, cos, sin, False).reshape(got.shape)
+        torch.testing.assert_close(got, expected, rtol=2**-8, atol=1e-6)
+    assert torch.equal(v, heads[:, :, n + 1])
+    wide = torch.stack([q, q])[0].transpose(0, 1).contiguous().transpose(0, 1)  # strides of attention's gradients
+    assert torch.equal(rope.join_heads(wide, k, v, cos, sin), rope.join_heads(q, k, v, cos, sin))
+    torch.testing.assert_close(rope.join_heads(q, k, v, cos, sin), qkv, rtol=2**-6, atol=2**-6)

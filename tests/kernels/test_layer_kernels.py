@@ -1,0 +1,59 @@
+"""The kernels around attention, and dequantization: compiled for Hopper, and run by the PTX emulator."""
+
+import pytest
+import torch
+from megafp8.kernels import dequantize, rope
+
+from megafp8.core.transformer.rope import _rotate
+from megafp8.fp8 import reference
+from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+from tests.gpu.quantize_cases import holes
+from tests.kernels import testing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
+
+TILES = {"1d": Tile("1d", 128), "1d-32": Tile("1d", 32), "2d": Tile("2d", 128), "tensor": Tile("tensor")}
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_dequantized_bytes(tile, format):
+    spec = OperandSpec(format, tile, Scale.FP32)
+    (data, scale_inv), _ = reference.quantize(holes(40, 304), spec)
+    for dtype in (torch.bfloat16, torch.float32):
+        with testing.emulated_launches():
+            got = dequantize.dequantize(data, scale_inv, tile, dtype)
+        want = reference.dequantize(data, scale_inv, tile, dtype)
+        assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+
+
+@pytest.mark.parametrize(("groups", "n", "d"), [(2, 4, 128), (3, 1, 64), (1, 2, 32)])
+def test_heads_are_split_rotated_and_joined(groups, n, d):
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(5, groups * (n + 2) * d, generator=generator).bfloat16()
+    angles = torch.randn(5, d // 2, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    with testing.emulated_launches():
+        q, k, v = rope.split_heads(qkv, cos, sin, n)
+        back = rope.join_heads(q, k, v, cos, sin)
+    heads = qkv.view(5, groups, n + 2, d)
+    torch.testing.assert_close(q, _rotate(heads[:, :, :n], cos, sin, False).reshape(q.shape), rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(k, _rotate(heads[:, :, n], cos, sin, False).reshape(k.shape), rtol=2**-8, atol=1e-6)
+    assert torch.equal(v, heads[:, :, n + 1])
+    torch.testing.assert_close(back, qkv, rtol=2**-6, atol=2**-6)  # rotations are undone
+
+
+def test_compiled_for_hopper():
+    """Memory is read and written 16 bytes at a time where sizes allow, and nothing spills."""
+    spec = OperandSpec(E4M3, Tile("1d", 128), Scale.POW2)
+    (data, scale_inv), _ = reference.quantize(torch.zeros(64, 1024), spec)
+    qkv, cos = torch.empty(4, 6 * 128, dtype=torch.bfloat16), torch.empty(4, 64)
+    with testing.captured_launches() as launches:
+        dequantize.dequantize(data, scale_inv, spec.tile, torch.bfloat16)
+        q, k, v = rope.split_heads(qkv, cos, cos, 4)
+        rope.join_heads(q, k, v, cos, cos)
+    assert len(launches) == 3
+    for launch in launches:
+        used = testing.resources(testing.compile_launch(launch))
+        assert used.spills == 0
+        assert any(op.startswith(("STG.E.128", "STG.E.64")) for op in used.instructions), launch.kernel.__name__
