@@ -48,5 +48,6 @@ def dequantize(data: Tensor, scale_inv: Tensor, tile: Any, dtype: torch.dtype = 
     if data.numel():
         dequantize_kernel[(triton.cdiv(M, _ROWS) * triton.cdiv(K, _COLUMNS),)](
             data, scale_inv, out, M, K, *strides, TILE_R=tile.block if tile.kind == "2d" else 1,
-            TILE_C=0 if tile.kind == "tensor" else tile.block, BLOCK_M=_ROWS, BLOCK_K=_COLUMNS, num_warps=4)  # fmt: skip
+            TILE_C=0 if tile.kind == "tensor" else tile.block, BLOCK_M=_ROWS, BLOCK_K=_COLUMNS,
+            num_warps=4)  # fmt: skip
     return out
