@@ -45,10 +45,11 @@ LOCAL, START, CHUNKS, INDEX, GROUP, KEY, AMAX, COLUMNS = (gl.constexpr(i) for i 
 
 
 class Launch(NamedTuple):
-    """rows: chunks a program. num_warps: of a program."""
+    """rows: chunks a program. num_warps: of a program. policy: eviction of what is read and written once."""
 
     rows: int = 32
     num_warps: int = 4
+    policy: str = ""
 
 
 DEFAULT = Launch()
@@ -74,12 +75,8 @@ class Tables:
         return Tables(pieces.to(device), torch.stack([piece, chunk], 1).int().contiguous().to(device), launch)
 
 
-class Moment(NamedTuple):
-    """A stored moment. values: FP32, BF16, or FP8 bytes (uint8), which have an FP32 amax and a code a chunk."""
-
-    values: Tensor
-    amax: Tensor | None = None
-    code: Tensor | None = None
+Moment = tuple[Tensor, Tensor | None, Tensor | None]
+"""A stored moment: FP32, BF16, or FP8 bytes (uint8) with an FP32 amax and a code (uint8) a chunk."""
 
 
 class Scalars(NamedTuple):
@@ -124,7 +121,7 @@ def adamw(
     adamw_kernel[(len(tables.tasks),)](
         master, weight, *exp_avg, *exp_avg_sq, decoding, grad, amax, scalars.grad_scale, scalars.correction2,
         scalars.step, scalars.skip, scalars.rates, tables.pieces, tables.tasks, 1 - beta1, 1 - beta2, eps,
-        REMAINDER=master.dtype == torch.int16, B=block, ROUND=_DTYPES[dtype], R=launch.rows, W=launch.num_warps,
+        REMAINDER=master.dtype == torch.int16, POLICY=launch.policy, B=block, ROUND=_DTYPES[dtype], R=launch.rows, W=launch.num_warps,
         num_warps=launch.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -148,8 +145,8 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 @jit
 def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                  grad_ptr, packed_ptr, grad_scale_ptr, correction2_ptr, step_ptr, skip_ptr, rates_ptr, pieces_ptr,
-                 tasks_ptr, rest1, rest2, eps, REMAINDER: gl.constexpr, B: gl.constexpr, ROUND: gl.constexpr,
-                 R: gl.constexpr, W: gl.constexpr):
+                 tasks_ptr, rest1, rest2, eps, REMAINDER: gl.constexpr, POLICY: gl.constexpr, B: gl.constexpr,
+                 ROUND: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
     """B: edge of the FP8 tiles whose amaxes are taken of the new weights, rounded to ROUND (0: whole tensors).
 
     Skipped, only amaxes are taken, of masters as they are.
@@ -171,7 +168,7 @@ def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v
     p = step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                     grad_ptr, local, start, index, live, skip,
                     gl.load(piece + KEY), gl.load(step_ptr), gl.load(grad_scale_ptr), gl.load(rates),
-                    gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, L)
+                    gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, POLICY, L)
     if packed_ptr is not None:
         amax_of_chunks(packed_ptr + gl.load(piece + AMAX), p, index, live, gl.load(piece + COLUMNS), B, ROUND, R)
 

@@ -52,10 +52,10 @@ def update(p, m, v, g, grad_scale, step_size, decay, correction2, rest1, rest2, 
 
 
 @jit
-def load_moment(ptr, amax_ptr, code_ptr, table_ptr, offsets, chunks, live):
+def load_moment(ptr, amax_ptr, code_ptr, table_ptr, offsets, chunks, live, POLICY: gl.constexpr):
     """FP32 moments [R, 64]. chunks [R]: their numbers in the rank's state."""
     mask = gl.expand_dims(live, 1)
-    x = gl.load(ptr + offsets, mask=mask, other=0.0 if amax_ptr is None else 0)
+    x = gl.load(ptr + offsets, mask=mask, other=0.0 if amax_ptr is None else 0, eviction_policy=POLICY)
     if amax_ptr is not None:
         amax = gl.load(amax_ptr + chunks, mask=live, other=0.0)
         code = gl.load(code_ptr + chunks, mask=live, other=0).to(gl.int32)
@@ -69,19 +69,19 @@ def load_moment(ptr, amax_ptr, code_ptr, table_ptr, offsets, chunks, live):
 
 
 @jit
-def store_moment(ptr, amax_ptr, code_ptr, x, random, offsets, chunks, live):
+def store_moment(ptr, amax_ptr, code_ptr, x, random, offsets, chunks, live, POLICY: gl.constexpr):
     """random: uint32 [R, 64] below 2^16; FP32 moments need none."""
     mask = gl.expand_dims(live, 1)
     if amax_ptr is not None:
         byte, amax, code = encode_fp8(x, random)
-        gl.store(ptr + offsets, byte, mask=mask)
+        gl.store(ptr + offsets, byte, mask=mask, eviction_policy=POLICY)
         gl.store(amax_ptr + chunks, amax, mask=live)
         gl.store(code_ptr + chunks, code.to(gl.uint8), mask=live)
     elif ptr.dtype.element_ty == gl.bfloat16:
         bits = (x.to(gl.uint32, bitcast=True) + random) >> 16
-        gl.store(ptr + offsets, bits.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask)
+        gl.store(ptr + offsets, bits.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask, eviction_policy=POLICY)
     else:
-        gl.store(ptr + offsets, x, mask=mask)
+        gl.store(ptr + offsets, x, mask=mask, eviction_policy=POLICY)
 
 
 @jit
@@ -113,10 +113,10 @@ def encode_fp8(x, random):
 
 
 @jit
-def load_master(master_ptr, weight_ptr, offsets, weight_offsets, live, REMAINDER: gl.constexpr):
+def load_master(master_ptr, weight_ptr, offsets, weight_offsets, live, REMAINDER: gl.constexpr, POLICY: gl.constexpr):
     """FP32 masters; with REMAINDER their upper halves are the BF16 weights, see `split_master`."""
     mask = gl.expand_dims(live, 1)
-    low = gl.load(master_ptr + offsets, mask=mask, other=0.0 if not REMAINDER else 0)
+    low = gl.load(master_ptr + offsets, mask=mask, other=0.0 if not REMAINDER else 0, eviction_policy=POLICY)
     if REMAINDER:
         high = gl.load(weight_ptr + weight_offsets, mask=mask, other=0.0).to(gl.int16, bitcast=True).to(gl.int32)
         p = ((high << 16) + low.to(gl.int32)).to(gl.float32, bitcast=True)
@@ -137,7 +137,8 @@ def round_to(p, dtype: gl.constexpr):
 
 
 @jit
-def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAINDER: gl.constexpr):
+def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAINDER: gl.constexpr,
+                 POLICY: gl.constexpr):
     """The masters, and the weights rounded from them (half up with REMAINDER, else half to even), if there are any."""
     mask = gl.expand_dims(live, 1)
     if REMAINDER:
@@ -146,7 +147,7 @@ def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAI
         gl.store(master_ptr + offsets, bits.to(gl.uint16).to(gl.int16, bitcast=True), mask=mask)
         gl.store(weight_ptr + weight_offsets, high.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask)
     else:
-        gl.store(master_ptr + offsets, p, mask=mask)
+        gl.store(master_ptr + offsets, p, mask=mask, eviction_policy=POLICY)
         if weight_ptr is not None:
             gl.store(weight_ptr + weight_offsets, round_to(p, weight_ptr.dtype.element_ty), mask=mask)
 
@@ -154,7 +155,7 @@ def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAI
 @jit
 def step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                 grad_ptr, chunks, buffer_chunks, index_chunks, live, skip, key, step, grad_scale, step_size, decay,
-                correction2, rest1, rest2, eps, REMAINDER: gl.constexpr, L: gl.constexpr):
+                correction2, rest1, rest2, eps, REMAINDER: gl.constexpr, POLICY: gl.constexpr, L: gl.constexpr):
     """One update of chunks [R], numbered in the rank's state, in the buffer and in the parameter. Returns masters.
 
     With `skip` nothing is written.
@@ -162,14 +163,14 @@ def step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_
     columns = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
     offsets = gl.expand_dims(chunks, 1).to(gl.int64) * CHUNK + columns
     buffer_offsets = gl.expand_dims(buffer_chunks, 1).to(gl.int64) * CHUNK + columns
-    old = load_master(master_ptr, weight_ptr, offsets, buffer_offsets, live, REMAINDER)
-    m = load_moment(m_ptr, m_amax_ptr, m_code_ptr, table_ptr, offsets, chunks, live)
-    v = load_moment(v_ptr, v_amax_ptr, v_code_ptr, table_ptr, offsets, chunks, live)
-    g = gl.load(grad_ptr + buffer_offsets, mask=gl.expand_dims(live, 1), other=0.0)
+    old = load_master(master_ptr, weight_ptr, offsets, buffer_offsets, live, REMAINDER, POLICY)
+    m = load_moment(m_ptr, m_amax_ptr, m_code_ptr, table_ptr, offsets, chunks, live, POLICY)
+    v = load_moment(v_ptr, v_amax_ptr, v_code_ptr, table_ptr, offsets, chunks, live, POLICY)
+    g = gl.load(grad_ptr + buffer_offsets, mask=gl.expand_dims(live, 1), other=0.0, eviction_policy=POLICY)
     p, m, v = update(old, m, v, g, grad_scale, step_size, decay, correction2, rest1, rest2, eps)
     live = live & (skip == 0)
-    store_master(master_ptr, weight_ptr, p, offsets, buffer_offsets, live, REMAINDER)
+    store_master(master_ptr, weight_ptr, p, offsets, buffer_offsets, live, REMAINDER, POLICY)
     words = random_words(gl.expand_dims(index_chunks, 1) * CHUNK + columns, key, step)  # unused under FP32
-    store_moment(m_ptr, m_amax_ptr, m_code_ptr, m, words & 0xFFFF, offsets, chunks, live)
-    store_moment(v_ptr, v_amax_ptr, v_code_ptr, v, words >> 16, offsets, chunks, live)
+    store_moment(m_ptr, m_amax_ptr, m_code_ptr, m, words & 0xFFFF, offsets, chunks, live, POLICY)
+    store_moment(v_ptr, v_amax_ptr, v_code_ptr, v, words >> 16, offsets, chunks, live, POLICY)
     return gl.where(skip, old, p)

@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from megafp8.checkpoint import load_checkpoint, save_checkpoint
-from tests.optimizer.helpers import SHAPES, assert_same_bits, make_optimizer, make_params, set_grads, snapshot
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.param import Weight
+from megafp8.optimizer import AdamWOptions, Optimizer, Sharding
+from megafp8.optimizer.precision import FP32_STATE, Precision
+from tests.optimizer.helpers import (
+    SHAPES,
+    assert_same_bits,
+    make_optimizer,
+    make_params,
+    set_grads,
+    snapshot,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,8 +58,13 @@ def test_a_nan_step_leaves_every_bit():
     assert_same_bits(before, after)
 
 
-def test_a_step_never_waits_for_the_device():
-    optimizer = steps(make_optimizer(make_params(device="cuda")), count=1)
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "blockwise", "mxfp8", "mxfp8 1d"])
+def test_a_step_never_waits_for_the_device(recipe):
+    if recipe is None:
+        optimizer = make_optimizer(make_params(device="cuda"))
+    else:
+        optimizer = next(iter(pair(recipe=get_recipe(RECIPES[recipe][0], **RECIPES[recipe][1]))))
+    steps(optimizer, count=1)
     tokens, loss = torch.tensor(100.0, device="cuda"), torch.tensor(2.0, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -86,3 +102,73 @@ def test_memory_is_flat_over_steps():
     steps(optimizer, count=10)
     assert torch.cuda.memory_allocated() == resident
     assert torch.cuda.max_memory_allocated() == peak
+
+
+PRECISIONS = {
+    "fp32": FP32_STATE,
+    "remainder": Precision("remainder"),
+    "bf16": Precision("fp32", "bf16", "bf16"),
+    "fp8": Precision("fp32", "fp8", "fp8"),
+    "mixed": Precision("remainder", "fp8", "bf16"),
+}
+RECIPES = {
+    "tensorwise": ("tensorwise", {}),
+    "blockwise": ("blockwise", {}),
+    "mxfp8": ("mxfp8", {}),
+    "mxfp8 1d": ("mxfp8", {"weight_tile": "1d"}),
+}
+LARGE = {"a.weight": (130, 192), "b.weight": (384, 512), "norm.weight": (200,), "c.weight": (100, 1000)}
+
+
+def pair(precision=FP32_STATE, recipe=None, shapes=LARGE):
+    """Two optimizers of the same parameters: with kernels, and without."""
+    for fused in (True, False):
+        params = make_params(device="cuda", shapes=shapes)
+        for spec, param in params:
+            if recipe is not None and len(spec.shape) == 2:
+                param.owner = Weight(param, recipe)
+        precisions = {spec.name: precision for spec, _ in params if len(spec.shape) > 1}
+        sharding = Sharding(fp8_primary=recipe is not None)
+        yield Optimizer(params, AdamWOptions(), seed=1, sharding=sharding, precisions=precisions, fused=fused)
+
+
+def held(optimizer):
+    """Everything the optimizer stores, and what it tells of its steps."""
+    found = {f"master {i}": t for i, t in enumerate(optimizer.masters.stored)}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for i, stored in enumerate(getattr(optimizer, kind).stored):
+            found |= {f"{kind} {i} {j}": t for j, t in enumerate(stored) if t is not None}
+    for name, param in optimizer.weights.params.items():
+        primary = getattr(getattr(param, "owner", None), "primary", None)
+        if primary is None:
+            found[name] = param.detach()
+        else:
+            found |= {
+                f"{name} {o} {what}": t for what in ("data", "scale_inv") for o, t in getattr(primary, what).items()
+            }
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kernels_and_reference_have_the_same_bits(precision):
+    a, b = (steps(o, count=6, bad=(3,)) for o in pair(PRECISIONS[precision], shapes=SHAPES | LARGE))
+    assert_same_bits(held(a), held(b))
+    assert a.skipped_count == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kernels_and_reference_have_the_same_fp8_bytes(recipe):
+    name, axes = RECIPES[recipe]
+    shapes = LARGE if recipe != "mxfp8" else {k: v for k, v in LARGE.items() if v[-1] % 64 == 0 or len(v) == 1}
+    a, b = (steps(o, count=4, bad=(2,)) for o in pair(recipe=get_recipe(name, **axes), shapes=shapes))
+    assert_same_bits(held(a), held(b))
+
+
+def test_norms_of_kernels_and_reference_have_the_same_bits():
+    stats = []
+    for optimizer in pair(shapes=SHAPES | LARGE):
+        set_grads(optimizer, torch.Generator().manual_seed(3), scale=1e-3)
+        optimizer.grads.state.views["b.weight"][::3] = 0
+        stats.append(optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=7, with_num_zeros=True))
+    assert torch.equal(stats[0].grad_norm, stats[1].grad_norm)
+    assert torch.equal(stats[0].num_zeros, stats[1].num_zeros)

@@ -4,13 +4,16 @@ import pytest
 import torch
 from megafp8.kernels import adamw as kernels
 
-from megafp8.optimizer import codecs
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.param import Weight
+from megafp8.optimizer import AdamWOptions, Optimizer, Sharding, codecs
 from megafp8.optimizer.adamw import Rates, step_scalars
 from megafp8.optimizer.layout import Entry, Group, Shard, plan_layouts
 from megafp8.optimizer.precision import Precision
 from megafp8.optimizer.stored import Stored
 from megafp8.optimizer.update import BufferUpdate
 from tests.kernels import testing
+from tests.optimizer.helpers import make_param, set_grads
 
 CONSTANTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 GROUPS = {"a": Group(True), "b": Group(False), "c": Group(True)}
@@ -105,3 +108,33 @@ def state(update):
     empty = torch.zeros(0)
     found = [update.master, update.weights.flat, update.exp_avg.values, update.exp_avg_sq.values]
     return found + [empty if t is None else t for t in rest]
+
+
+def make_primary(recipe: str) -> Optimizer:
+    params = [make_param(name, shape) for name, shape in {"a": (40, 192), "b": (33, 128), "c": (128, 64)}.items()]
+    for _, param in params:
+        param.owner = Weight(param, get_recipe(recipe))
+    optimizer = Optimizer(params, AdamWOptions(), seed=1, sharding=Sharding(fp8_primary=True))
+    set_grads(optimizer, torch.Generator().manual_seed(0))
+    return optimizer
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
+    scale = torch.tensor(0.37, dtype=torch.float64)
+    scalars = step_scalars(torch.tensor(3), scale, torch.tensor(skip), RATES[:1], beta1=0.9, beta2=0.95)
+    a, b = make_primary(recipe), make_primary(recipe)
+    (update,), (grad,) = a._updates, a.grads.state.flats
+    update(grad, scalars, **CONSTANTS)
+    (update,) = b._updates
+    update._kernels = kernels
+    update._tables = kernels.Tables.of(update._rows(), torch.device("cpu"), LAUNCH)
+    update.weights.use_kernels(kernels, update._tables)
+    with testing.emulated_launches():
+        update(grad, scalars, **CONSTANTS)
+    for name, param in a.weights.params.items():
+        ours, theirs = param.owner.primary, b.weights.params[name].owner.primary
+        assert torch.equal(ours.data["rowwise"].view(torch.uint8), theirs.data["rowwise"].view(torch.uint8)), name
+        assert torch.equal(*(p.scale_inv["rowwise"].view(torch.uint8) for p in (ours, theirs))), name
+        assert torch.equal(a.masters.views[name], b.masters.views[name])
