@@ -252,15 +252,15 @@ def measure_speed(runner: Runner, n: int) -> Iterator[Check]:
 
 
 def speed_variants(name: str, overlap: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(recipe, flags); the first one is what the others are compared with."""
     yield "bf16", ()
-    if overlap:
-        yield "bf16", overlap
     yield "blockwise", ()
-    yield "blockwise", (*overlap, *(("--fp8-param-gather",) if "DP" in name else ()))
     if "EP" in name:
         yield "blockwise", ("--moe-fp8-dispatch",)
-    else:
-        yield "tensorwise", overlap
+        return
+    yield "bf16", overlap
+    yield "blockwise", (*overlap, *(("--fp8-param-gather",) if "DP" in name else ()))
+    yield "tensorwise", overlap
 
 
 def everything(runner: Runner, n: int, parts: list[str], elements: int) -> Iterator[dict]:
