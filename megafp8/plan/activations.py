@@ -9,7 +9,7 @@ of a head, V padded vocabulary, e bytes of the compute dtype. q8(T x K) is an FP
     q_norm, k_norm         T (a + 2g) d e (qkv's output) and FP32 statistics
     proj                   nothing: it reads the core's output; q8(T x a d) where that is recomputed
     fc1                    T h e, or q8(T x h)
-    activation             T i e (fc1's output)
+    activation             T i e (fc1's output); T (i + 4 i/128) with --activation-func-fp8-input-store
     fc2                    T f e in high precision; FP8: nothing, its input is remade from fc1's output
     final_norm, lm_head    T h e each
     loss                   T V e (logits) and a few numbers a token
@@ -33,7 +33,7 @@ from megafp8.fp8 import policy
 from megafp8.plan.layer_activations import Activation, LayerPlan, Sizes, quantized_bytes
 from megafp8.plan.shapes import LayerShape, layers
 
-__all__ = ["Activation", "activations", "by_module", "peak_extra", "quantized_bytes"]
+__all__ = ["Activation", "activations", "by_module", "layer_activations", "peak_extra", "quantized_bytes"]
 
 IDS_BYTES = 8
 """A token id is int64."""
@@ -63,6 +63,13 @@ def activations(config: Config, device: torch.device) -> list[Activation]:
     for plan in _plans(config, ahead, sizes, device, _selected(config)):
         held.extend(_prediction(config, plan))
     return held
+
+
+def layer_activations(config: Config, device: torch.device, number: int = 0) -> list[Activation]:
+    """Returns what one layer holds of a microbatch when its forward ends, its input included, unless it is recomputed
+    as a whole."""
+    (plan,) = _plans(config, layers(config)[number : number + 1], Sizes.of(config), device, _selected(config))
+    return list(plan.items())
 
 
 def peak_extra(config: Config, device: torch.device) -> Activation:
@@ -114,7 +121,8 @@ def _plans(
     config: Config, chosen: list[LayerShape], sizes: Sizes, device: torch.device, recomputed: tuple[str, ...]
 ) -> list[LayerPlan]:
     recipe_of = policy.from_config(config)
-    return [LayerPlan(layer, sizes, recipe_of, device, recomputed) for layer in chosen]
+    store = config.fp8.activation_func_fp8_input_store
+    return [LayerPlan(layer, sizes, recipe_of, device, recomputed, store) for layer in chosen]
 
 
 def _bytes(plan: LayerPlan) -> int:

@@ -7,7 +7,8 @@ latent attention (rq, rk widths of the latents, c and v channels of a head's que
 
 a mixture of experts (R = T k routed rows, taken as spread evenly over E experts where scales are counted):
     router                 T h e (its input), 4 T E (scores), indices and weights of R rows
-    experts.fc1            R h e, or E of q8(R/E x h)           activation   R i e          fc2   as in the MLP
+    experts.fc1            R h e, or E of q8(R/E x h)           fc2   as in the MLP
+    activation             R i e, or in FP8 R i and scales
     shared_experts         as the MLP, but in high precision fc1's input is the router's; T (h + 2) e for a gate
 """
 
@@ -46,7 +47,8 @@ class Sizes:
     tokens: int
     element: int
     norm_input: int
-    """bytes an element of what a norm keeps of its input: FP32 where its weight is stored minus one"""
+    """bytes an element of what a norm keeps of its input: FP32 where its weight is stored minus one, unless it is an
+    FP8 linear's producer"""
     statistics: int
     """FP32 numbers a normalized row: 1 for RMSNorm, 2 for LayerNorm"""
 
@@ -66,9 +68,9 @@ class Sizes:
         """Bytes of the residual stream."""
         return self.tokens * self.model.hidden_size * self.element
 
-    def norm(self, rows: int, width: int) -> int:
-        """Bytes that a norm keeps of an input of `rows` rows."""
-        return rows * (width * self.norm_input + 4 * self.statistics)
+    def norm(self, rows: int, width: int, *, produces: bool = False) -> int:
+        """Bytes that a norm keeps of an input of `rows` rows; produces: it is part of an FP8 linear."""
+        return rows * (width * (self.element if produces else self.norm_input) + 4 * self.statistics)
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,23 @@ class LayerPlan:
     recipe_of: policy.Policy
     device: torch.device
     recomputed: tuple[str, ...] = ()
+    fp8_input_store: bool | None = None
 
     def items(self) -> Iterator[Activation]:
         """What the layer holds when its forward ends, in the order of the forward pass."""
         s = self.sizes
-        yield Activation("input_norm", "input", s.norm(s.tokens, s.model.hidden_size))
+        yield self._norm("input_norm", None if s.model.multi_latent_attention else "attention.qkv")
         yield from self._latent_attention() if s.model.multi_latent_attention else self._attention()
         yield from self._core()
-        yield Activation("mlp_norm", "input", s.norm(s.tokens, s.model.hidden_size))
+        yield self._norm("mlp_norm", None if self.layer.experts else "mlp.fc1")
         if ("moe" if self.layer.experts else "mlp") not in self.recomputed:
             yield from self._experts() if self.layer.experts else self._mlp("mlp", self._keeps_norms)
+
+    def _norm(self, name: str, consumer: str | None, width: int | None = None) -> Activation:
+        """consumer: the linear that alone reads the norm's output."""
+        s = self.sizes
+        produces = consumer is not None and s.model.normalization == "RMSNorm" and self._recipe(consumer) is not None
+        return Activation(name, "input", s.norm(s.tokens, width or s.model.hidden_size, produces=produces))
 
     @property
     def _keeps_norms(self) -> bool:
@@ -114,7 +123,7 @@ class LayerPlan:
                     yield self._input(part)
                 shared = shared or self._recipe(part) is None
         for norm, width in attention_norms(s.model).items():
-            yield Activation(f"attention.{norm}", "input", s.norm(s.tokens, width))
+            yield self._norm(f"attention.{norm}", f"attention.{norm.removesuffix('norm')}up", width)
         if s.model.q_lora_rank is not None:
             yield self._input("attention.q_up")
         yield self._input("attention.kv_up")
@@ -137,7 +146,10 @@ class LayerPlan:
         if keeps_input:
             yield self._input(fc1.part)
         label = f"{name}.activation".replace(".*", "")
-        yield Activation(label, "output of fc1", rows * fc1.out_features * s.element)
+        if self._stores_in_fp8(fc1.part):
+            yield Activation(label, "FP8 output of fc1", rows * (fc1.out_features + 4 * -(-fc1.out_features // 128)))
+        else:
+            yield Activation(label, "output of fc1", rows * fc1.out_features * s.element)
         remade = "*" in name and "moe_act" in self.recomputed
         if self._recipe(fc2.part) is None and not remade:
             yield self._input(fc2.part)
@@ -154,6 +166,11 @@ class LayerPlan:
             yield from self._mlp("mlp.shared_experts", own_input)
             if m.moe_shared_expert_gate:
                 yield Activation("mlp.shared_experts", "gated output", s.stream + 2 * s.tokens * s.element)
+
+    def _stores_in_fp8(self, fc1: str) -> bool:
+        if self.fp8_input_store is None:
+            return "*" in fc1 and self._recipe(fc1) is not None
+        return self.fp8_input_store
 
     def _shape(self, part: str) -> PartShape:
         return next(p for p in layer_linears(self.sizes.model, experts=self.layer.experts) if p.part == part)

@@ -37,6 +37,9 @@ CASES = {
     "blockwise, some layers bf16": BLOCKWISE | {"first_last_layers_bf16": True, "num_layers": 4},
     "tensorwise": BF16 | {"fp8_format": "hybrid"},
     "mxfp8": BLOCKWISE | {"fp8_recipe": "mxfp8"},
+    "blockwise, fc1's output in fp8": BLOCKWISE | {"swiglu": True, "activation_func_fp8_input_store": True},
+    "bf16, fc1's output in fp8": BF16 | {"activation_func_fp8_input_store": True},
+    "experts keep fc1's output in bf16": BLOCKWISE | MOE | {"activation_func_fp8_input_store": False},
     "recompute all": BF16 | {"recompute_granularity": "full"},
     "recompute all, fp8, units of 2": BLOCKWISE
     | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2, "num_layers": 4},
