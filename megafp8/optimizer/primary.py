@@ -175,7 +175,7 @@ class FlatPrimary:
 
     def _scales(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Multipliers and what is stored, packed as the amaxes: of them, or of the history."""
-        if self.scaling is None:
+        if all(self._history_scale(weight) is None for weight in self.weights.values()):  # as before the first step
             return self.quantizer.scales(packed)
         multipliers = torch.ones_like(packed)
         for name, weight in self.weights.items():
