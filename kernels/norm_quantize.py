@@ -4,9 +4,10 @@ y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps), round
 quantized, so that the bytes are the quantizer's bytes of that rounded value.
 
 A norm needs whole rows, a colwise tile 128 of them: both do not fit into one multiprocessor. So rows alone take one
-kernel, while both orientations take two: `norm_stats_kernel` for rstd, then `norm_tiles_kernel`, which reads x again,
+kernel, while both orientations take two: `norm_rows_kernel` for rstd, then `norm_tiles_kernel`, which reads x again,
 last rows first, while they are still in L2. rstd is made by one function in one layout and y by one expression, so y
-has the same bits whichever copies are asked for: recomputation changes nothing.
+has the same bits whichever copies are asked for: recomputation changes nothing. Tensor tiles under current scaling take
+two passes likewise: the first makes rstd and the amax.
 """
 
 from __future__ import annotations
@@ -18,100 +19,114 @@ from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from .quantize import BLOCK, Stored, allocate, pointers, scale_ld, spec_arguments, tile_epsilon
-from .quantize_configs import NORM_BOTH, NORM_COLUMNS, norm_rows_config
+from .quantize import Stored, pointers, scale_ld, spec_arguments, tile_epsilon
+from .quantize_configs import chosen, norm_rows_config
 from .quantize_device import (
-    emit_colwise,
-    emit_rowwise,
+    larger,
     layout_of,
     load_f32,
+    load_or_zero,
+    magnitude,
     round_through,
+    tile_indices,
     tile_layout,
     tile_mask,
     tile_offsets,
     tile_origin,
     to_compute_dtype,
+    to_f32,
 )
+from .quantize_emit import emit, record_amax
+from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 
 if TYPE_CHECKING:
     from .quantize import Spec
 
 
 @jit
-def row_rstd(x_ptr, H: gl.constexpr, eps, BLOCK_K: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of the row at x_ptr, shape [1]; the same order of additions wherever it is called."""
-    L: gl.constexpr = tile_layout(1, BLOCK_K, 1, C, W)
-    cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-    squares = gl.zeros((1, BLOCK_K), gl.float32, layout=L)
-    for k0 in gl.static_range(0, H, BLOCK_K):
-        x = load_f32((x_ptr + k0 + cols)[None, :], (k0 + cols < H)[None, :], k0 + BLOCK_K <= H)
-        squares += x * x
+def row_rstd(squares, H: gl.constexpr, eps):
+    """1 / sqrt(mean + eps) from each thread's sums of squares; the same order of additions wherever it is called."""
     mean = gl.sum(squares, axis=1) / H
     return gl.div_rn(mean * 0.0 + 1.0, gl.sqrt_rn(mean + eps))
 
 
 @jit
-def normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET: gl.constexpr):
-    weight = gl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(gl.float32)
+def normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET: gl.constexpr, EVEN: gl.constexpr):
+    weight = load_f32(weight_ptr + cols, cols < H, EVEN)
     if WEIGHT_OFFSET != 0:
         weight += WEIGHT_OFFSET
-    return (x * rstd[:, None]) * weight[None, :]
+    return (to_f32(x) * rstd[:, None]) * weight[None, :]
 
 
 @jit
-def norm_stats_kernel(x_ptr, rstd_ptr, stride_t, eps, H: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-                      R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    t = gl.program_id(0).to(gl.int64)
-    rstd = row_rstd(x_ptr + t * stride_t, H, eps, BLOCK_K, C, W)
-    gl.store(rstd_ptr + t + gl.arange(0, 1, layout=layout_of(rstd)), rstd)
+def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, scale_ptr, amax_ptr, record_ptr, T,
+                     stride_t, row_scale_ld, eps, epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
+                     SPEC: gl.constexpr, HELD: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """rstd of BLOCK_M rows, and what else is wanted of them, BLOCK_K elements at a time.
 
-
-@jit
-def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, T, stride_t, row_scale_ld, eps,
-                     epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, FMAX: gl.constexpr, B: gl.constexpr,
-                     SCALE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
-                     C: gl.constexpr, W: gl.constexpr):
-    """One row a program, BLOCK_K elements at a time. The second reading comes from L1: registers stay free, so that
-    many rows are under way at once."""
-    t = gl.program_id(0).to(gl.int64)
-    x_ptr += t * stride_t
-    rstd = row_rstd(x_ptr, H, eps, BLOCK_K, C, W)
-    L: gl.constexpr = tile_layout(1, BLOCK_K, 1, C, W)
-    rows = t + gl.arange(0, 1, layout=gl.SliceLayout(1, L))
-    gl.store(rstd_ptr + rows, rstd)
-    for k0 in gl.static_range(0, H, BLOCK_K):
-        cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-        x = load_f32((x_ptr + cols)[None, :], (cols < H)[None, :], k0 + BLOCK_K <= H)
-        y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET)
-        if y_ptr is not None:
-            gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, x_ptr.dtype.element_ty),
-                     mask=(cols < H)[None, :])
-        if row_ptr is not None:
-            emit_rowwise(round_through(y, x_ptr.dtype.element_ty), rows, t, cols, k0, row_ptr, row_scale_ptr, None,
-                         row_scale_ld, epsilon, T, H, FMAX, B, SCALE, k0 + BLOCK_K <= H, 1, BLOCK_K)
-
-
-@jit
-def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, T, stride_t,
-                      row_scale_ld, col_scale_ld, epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
-                      FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr,
-                      BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    HELD: rows stay in registers between the two loops; otherwise they are read again, from L1.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    t0 = gl.program_id(0).to(gl.int64) * BLOCK_M
+    squares = gl.zeros((BLOCK_M, BLOCK_K), gl.float32, layout=L)
+    held = ()
+    for k0 in gl.static_range(0, H, BLOCK_K):
+        rows, cols = tile_indices(t0, k0, BLOCK_M, BLOCK_K, L)
+        x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), tile_mask(rows, cols, T, H),
+                         EVEN and k0 + BLOCK_K <= H)
+        if HELD:
+            held = held + (x,)  # noqa: RUF005 (the compiler knows no unpacking here)
+        else:
+            x = to_f32(x)
+            squares += x * x
+    for i in gl.static_range(len(held)):
+        x = to_f32(held[i])
+        squares += x * x
+    rstd = row_rstd(squares, H, eps)
+    rows = t0 + gl.arange(0, BLOCK_M, layout=layout_of(rstd))
+    gl.store(rstd_ptr + rows, rstd, mask=rows < T)
+    if record_ptr is not None:
+        largest = gl.zeros((BLOCK_M, BLOCK_K), dtype if dtype == gl.bfloat16 else gl.float32, layout=L)
+    if y_ptr is not None or row_ptr is not None or record_ptr is not None:
+        for k0 in gl.static_range(0, H, BLOCK_K):
+            rows, cols = tile_indices(t0, k0, BLOCK_M, BLOCK_K, L)
+            mask = tile_mask(rows, cols, T, H)
+            if HELD:
+                x = held[k0 // BLOCK_K]
+            else:
+                x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask,
+                                 EVEN and k0 + BLOCK_K <= H)
+            y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, k0 + BLOCK_K <= H)
+            if y_ptr is not None:
+                gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
+            y = round_through(y, dtype)
+            if record_ptr is not None:
+                largest = larger(largest, magnitude(y))
+            if row_ptr is not None:
+                emit(y, t0, k0, (row_ptr, row_scale_ptr, None, row_scale_ld), (None, None, None, 0),
+                     (scale_ptr, amax_ptr, None), epsilon, T, H, SPEC, EVEN and k0 + BLOCK_K <= H)
+    if record_ptr is not None:
+        record_amax(record_ptr, largest)
+
+
+@jit
+def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr,
+                      amax_ptr, record_ptr, T, stride_t, row_scale_ld, col_scale_ld, epsilon, H: gl.constexpr,
+                      WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
     t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
-    rows = t0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = h0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    rows, cols = tile_indices(t0, h0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     mask = tile_mask(rows, cols, T, H)
-    x = load_f32(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
-    rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0)
-    y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET)
+    x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
+    rstd = load_or_zero(rstd_ptr + rows, rows < T, EVEN)
+    y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, EVEN)
     if y_ptr is not None:
-        gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, x_ptr.dtype.element_ty), mask=mask)
-    y = round_through(y, x_ptr.dtype.element_ty)
-    emit_colwise(y, t0, h0, col_ptr, col_scale_ptr, None, col_scale_ld, t0 // B, epsilon, T, T, H, FMAX, B, SCALE,
-                 EVEN, BLOCK_M, BLOCK_K, R, C, W)
-    if row_ptr is not None:
-        emit_rowwise(y, rows, t0, cols, h0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, T, H, FMAX, B, SCALE,
-                     EVEN, BLOCK_M, BLOCK_K)
+        gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
+    emit(round_through(y, dtype), t0, h0, (row_ptr, row_scale_ptr, None, row_scale_ld),
+         (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), epsilon, T, H, SPEC, EVEN)
 
 
 class NormQuantized(NamedTuple):
@@ -124,54 +139,89 @@ class NormQuantized(NamedTuple):
 
 
 def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-5, weight_offset: float = 0.0,
-                      rowwise: bool = True, colwise: bool = False, high_precision: bool = False) -> NormQuantized:
-    """RMSNorm of `x [T, h]` (BF16 or FP16, last dimension contiguous) with weight [h], quantized under 1D tiles.
+                      rowwise: bool = True, colwise: bool = False, high_precision: bool = False,
+                      amax: Tensor | None = None, scale: Tensor | None = None, amax_out: Tensor | None = None,
+                      rstd: Tensor | None = None) -> NormQuantized:
+    """RMSNorm of `x [T, h]` (BF16 or FP16, last dimension contiguous) with weight [h], quantized.
 
-    weight_offset: 1.0 for zero-centred weights (`--apply-layernorm-1p`). high_precision: also return y.
+    spec: 1D or tensor tiles. weight_offset: 1.0 for zero-centred weights (`--apply-layernorm-1p`). high_precision: also
+    return y. rstd: FP32 [T] of the same x, from an earlier call. amax, scale, amax_out: see `TensorScaling`.
     Bytes are those that `quantize(y, spec)` gives. Raises ValueError for other tiles or shapes.
     """
-    _check(x, weight, spec)
+    _check(x, weight)
+    check_spec("rms_norm_quantize", spec, amax, scale, amax_out)
     T, H = x.shape
-    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    norm = {"eps": eps, "weight_offset": weight_offset}
     y = torch.empty(T, H, dtype=x.dtype, device=x.device) if high_precision else None
-    row = allocate(T, H, spec, x.device) if rowwise else None
-    col = allocate(H, T, spec, x.device) if colwise else None
-    options = norm_rows_config(H).options()
-    if T and colwise:
-        norm_stats_kernel[(T,)](x, rstd, x.stride(0), eps, H=H, **options)
-        _norm_tiles(x, weight, rstd, y, row, col, spec, weight_offset)
-    elif T:
-        norm_rows_kernel[(T,)](
-            x, weight, rstd, y, *pointers(row), T, x.stride(0), scale_ld(row), eps, tile_epsilon(spec), H=H,
-            WEIGHT_OFFSET=weight_offset, **spec_arguments(spec), **options)
+    row, col = allocate_pair(T, H, spec, x.device, rowwise, colwise)
+    scaling = TensorScaling.of(spec, amax, scale, amax_out, x.device)
+    if scaling.measures and (row or col):
+        known = rstd
+        rstd = _norm_rows(x, weight, None, None, spec, scaling.first_pass(), **norm)
+        rstd = known if known is not None else rstd
+        scaling = scaling.second_pass()
+    if col is None:
+        made = _norm_rows(x, weight, y, row, spec, scaling, **norm)
+        return NormQuantized(row, col, made if rstd is None else rstd, y)
+    if rstd is None:
+        rstd = _norm_rows(x, weight, None, None, spec, UNSCALED, **norm)
+    _norm_tiles(x, weight, rstd, y, row, col, spec, scaling, weight_offset)
     return NormQuantized(row, col, rstd, y)
 
 
-def norm_columns_quantize(x: Tensor, weight: Tensor, rstd: Tensor, spec: Spec, *, weight_offset: float = 0.0) -> Stored:
-    """Colwise copy of RMSNorm's output from its input and saved rstd, in backward; the same bytes as in forward."""
-    _check(x, weight, spec)
-    col = allocate(x.shape[1], x.shape[0], spec, x.device)
-    if x.shape[0]:
-        _norm_tiles(x, weight, rstd, None, None, col, spec, weight_offset)
+def rms_norm_amax(x: Tensor, weight: Tensor, *, eps: float = 1e-5, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """(rstd FP32 [T], amax FP32 [1] of RMSNorm's output): what `rms_norm_quantize` takes once ranks have shared it."""
+    _check(x, weight)
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    rstd = _norm_rows(x, weight, None, None, None, TensorScaling(record=amax), eps=eps, weight_offset=weight_offset)
+    return rstd, amax
+
+
+def norm_columns_quantize(x: Tensor, weight: Tensor, rstd: Tensor, spec: Spec, *, weight_offset: float = 0.0,
+                          amax: Tensor | None = None, scale: Tensor | None = None) -> Stored:
+    """Colwise copy of RMSNorm's output from its input and saved rstd, in backward; the same bytes as in forward.
+
+    Tensor tiles need the forward's amax or scale.
+    """
+    _check(x, weight)
+    check_spec("norm_columns_quantize", spec, amax, scale, None)
+    scaling = TensorScaling.of(spec, amax, scale, None, x.device)
+    if scaling.measures:
+        raise ValueError("norm_columns_quantize: tensor tiles need the amax or the scale of the forward pass")
+    col = allocate_pair(*x.shape, spec, x.device, False, True)[1]
+    _norm_tiles(x, weight, rstd, None, None, col, spec, scaling, weight_offset)
     return col
 
 
-def _norm_tiles(x: Tensor, weight: Tensor, rstd: Tensor, y: Tensor | None, row: Stored | None, col: Stored, spec: Spec,
-                weight_offset: float) -> None:
+def _norm_rows(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, spec: Spec | None,
+               scaling: TensorScaling, *, eps: float, weight_offset: float) -> Tensor:
+    """rstd; writes y and row where given."""
     T, H = x.shape
-    config = NORM_BOTH if row else NORM_COLUMNS
-    norm_tiles_kernel[config.grid(T, H, x.device)](
-        x, weight, rstd, y, *pointers(row), *pointers(col), T, x.stride(0), scale_ld(row), scale_ld(col),
-        tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H), **spec_arguments(spec),
-        **config.options())
+    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    config = norm_rows_config(H)
+    options = spec_arguments(spec) if spec is not None else {"SPEC": (448.0, 0, 0)}
+    if T:
+        norm_rows_kernel[(-(-T // config.block_m),)](
+            x, weight, rstd, y, *pointers(row), *scaling, T, x.stride(0), scale_ld(row), eps,
+            tile_epsilon(spec) if spec is not None else 0.0, H=H, WEIGHT_OFFSET=weight_offset, HELD=config.held,
+            EVEN=T % config.block_m == 0, **options, **config.options())
+    return rstd
 
 
-def _check(x: Tensor, weight: Tensor, spec: Spec) -> None:
+def _norm_tiles(x: Tensor, weight: Tensor, rstd: Tensor, y: Tensor | None, row: Stored | None, col: Stored, spec: Spec,
+                scaling: TensorScaling, weight_offset: float) -> None:
+    T, H = x.shape
+    config = chosen("norm both" if row else "norm columns")
+    if T:
+        norm_tiles_kernel[config.grid(T, H, x.device)](
+            x, weight, rstd, y, *pointers(row), *pointers(col), *scaling, T, x.stride(0), scale_ld(row),
+            scale_ld(col), tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H),
+            **spec_arguments(spec), **config.options())
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or x.stride(1) != 1 or x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"rms_norm_quantize: x must be BF16 or FP16 [T, h] with contiguous rows, "
                          f"got {x.dtype} {tuple(x.shape)} of strides {x.stride()}")
     if weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(f"rms_norm_quantize: weight must be contiguous [{x.shape[1]}], got {tuple(weight.shape)}")
-    if spec.tile.kind != "1d" or BLOCK % spec.tile.block:
-        raise ValueError(f"rms_norm_quantize: needs 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
-                         "normalize first, then call quantize")

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .quantize_configs import AMAX, AMAX_STRIDED, BOTH, BOTH_32, CAST, CAST_TRANSPOSED, COLUMNS, ROWS, SQUARES
+from .quantize_configs import chosen
 from .quantize_tensorwise import amax_kernel, cast_kernel, finish_amax_kernel
 from .quantize_tiles import quantize_1d_kernel, quantize_2d_kernel, tile_amax_kernel
 
@@ -39,7 +39,7 @@ def supports(spec: Spec) -> bool:
 
 def spec_arguments(spec: Spec) -> dict:
     """The spec as the kernels' compile-time arguments."""
-    return {"FMAX": spec.format.fmax, "B": spec.tile.block, "SCALE": _SCALE_KINDS[spec.scale.value]}
+    return {"SPEC": (spec.format.fmax, spec.tile.block or 0, _SCALE_KINDS[spec.scale.value])}
 
 
 def allocate(rows: int, columns: int, spec: Spec, device: torch.device) -> Stored:
@@ -134,7 +134,7 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
 def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax, amax_colwise = x.t(), col, row, amax_colwise, amax
-    config = ROWS if not col else COLUMNS if not row else BOTH if spec.tile.block > 32 else BOTH_32
+    config = chosen("rows" if not col else "columns" if not row else "both" if spec.tile.block > 32 else "both of 32")
     quantize_1d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
@@ -145,7 +145,7 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
 def _quantize_2d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax = x.t(), col, row, amax.t() if amax is not None else None
-    config = SQUARES
+    config = chosen("squares")
     quantize_2d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), *pointers(col), amax.contiguous() if amax is not None else None, noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
@@ -161,13 +161,13 @@ def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None
         x, row, col = x.t(), col, row
     if x.is_contiguous() and col is None:
         x = x.view(1, x.numel())
-    config = CAST if x.shape[0] == 1 and col is None else CAST_TRANSPOSED
+    config = chosen("cast" if x.shape[0] == 1 and col is None else "cast transposed")
     count = partials.numel() if partials is not None else 0
     row_ptr, col_ptr = pointers(row)[0], pointers(col)[0]
     scale_invs = [stored[1] for stored in (row, col) if stored]
     cast_kernel[config.grid(*x.shape, x.device)](
         x, row_ptr, col_ptr, partials, scale, scale_invs[0], amax_out, noop, *x.shape, *x.stride(), count,
-        tile_epsilon(spec), FMAX=spec.format.fmax, SCALE=_SCALE_KINDS[spec.scale.value],
+        tile_epsilon(spec), **spec_arguments(spec),
         PARTIALS=triton.next_power_of_2(max(count, 1)), EVEN=config.even(*x.shape), **config.options(),
     )
 
@@ -177,7 +177,7 @@ def _partial_amaxes(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(1, dtype=torch.float32, device=x.device)
     x = x.t() if _is_transposed(x) else x
-    x, config = (x.view(1, -1), AMAX) if x.is_contiguous() else (x, AMAX_STRIDED)
+    x, config = (x.view(1, -1), chosen("amax")) if x.is_contiguous() else (x, chosen("amax strided"))
     grid = config.grid(*x.shape, x.device)
     partials = torch.empty(grid[0], dtype=torch.float32, device=x.device)
     amax_kernel[grid](

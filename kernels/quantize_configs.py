@@ -4,6 +4,8 @@ docs/quantize_kernels.md has the measurements. Tests compile every configuration
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ class Config(NamedTuple):
 
     r, c: rows and columns of the tile that a thread owns side by side (see quantize_device).
     maxnreg: register cap a thread, 0 for none. ctas: programs a multiprocessor of kernels that walk over tiles.
+    held: see `NormRows`.
     """
 
     block_m: int
@@ -23,6 +26,7 @@ class Config(NamedTuple):
     c: int = 16
     maxnreg: int = 0
     ctas: int = 0
+    held: bool = False
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
@@ -47,31 +51,99 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-ROWS = Config(32, 128, 4)
-COLUMNS = Config(128, 64, 4, r=8, c=8)
-BOTH = Config(128, 128, 8, r=4)
-BOTH_32 = Config(64, 128, 4, r=4)  # quantization tiles of at most 32
-SQUARES = Config(128, 128, 8, r=8, c=8)
-AMAX = Config(1, 4096, 4, ctas=8)
-AMAX_STRIDED = Config(64, 128, 8, ctas=4)
-CAST = Config(1, 4096, 4)
-CAST_TRANSPOSED = Config(128, 128, 8, r=4)
-GROUPED = Config(128, 128, 8, r=4)
-GROUPED_COLUMNS = Config(128, 64, 4, r=8, c=8)
-TRANSPOSE = Config(128, 128, 4, r=8)
-NORM_COLUMNS = Config(128, 64, 4, r=8, c=8)
-NORM_BOTH = Config(128, 128, 8, r=4)
-SWIGLU_ROWS = Config(64, 128, 8, r=2)
-SWIGLU_COLUMNS = Config(128, 64, 8, r=4, c=8)
-SWIGLU_BOTH = Config(128, 128, 16, r=8, c=4)
-SWIGLU_GRAD = Config(128, 128, 16, r=8, c=4, maxnreg=64)
-SWIGLU_GRAD_HIGH_PRECISION = Config(128, 128, 16, r=4, c=8)
+class NormRows(NamedTuple):
+    """How `norm_rows_kernel` cuts rows: elements of a row a thread has (about), rows a program, and whether they stay
+    in registers between its two loops (else they are read again, from L1)."""
+
+    elements: int
+    rows: int = 1
+    held: bool = True
+    maxnreg: int = 0
+
+    def config(self, hidden: int) -> Config:
+        warps = 1
+        while warps < 16 and hidden > 32 * warps * self.elements:
+            warps *= 2
+        c = 16 if hidden % (512 * warps) == 0 else 8
+        held = self.held and self.rows * hidden <= 32 * warps * 256
+        return Config(self.rows, 32 * c * warps, warps, self.rows, c, self.maxnreg, held=held)
+
+
+CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
+    # The first one is used. The others were timed beside it, and are held to the same bytes by tests.
+    "rows": (Config(32, 128, 4), Config(64, 128, 4, r=2), Config(32, 256, 4)),
+    "columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=64), Config(128, 64, 8, r=4, c=8)),
+    "both": (
+        Config(128, 128, 8, r=4),
+        Config(128, 128, 8, r=4, maxnreg=80),
+        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, r=8, c=8, maxnreg=80),
+    ),
+    # Quantization tiles of at most 32.
+    "both of 32": (Config(64, 128, 4, r=4), Config(64, 128, 4, r=4, maxnreg=80), Config(128, 128, 8, r=4, maxnreg=80)),
+    "squares": (Config(128, 128, 8, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
+    "amax": (Config(1, 4096, 4, ctas=8), Config(1, 4096, 4, ctas=16)),
+    "amax strided": (Config(64, 128, 8, ctas=4),),
+    "cast": (Config(1, 4096, 4),),
+    "cast transposed": (Config(128, 128, 8, r=4), Config(128, 128, 8, r=4, maxnreg=64)),
+    "grouped": (Config(128, 128, 8, r=4), Config(128, 128, 8, r=4, maxnreg=80)),
+    "grouped rows": (Config(32, 128, 4), Config(64, 128, 4, r=2)),
+    "grouped columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
+    "derived": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80), Config(128, 128, 8, r=8, c=8)),
+    "transpose": (Config(128, 128, 4, r=8), Config(128, 128, 8, r=4)),
+    "norm rows": (
+        NormRows(64),
+        NormRows(64, held=False),
+        NormRows(64, rows=2),
+        NormRows(128),
+        NormRows(256),
+        NormRows(32, rows=2),
+        NormRows(64, maxnreg=64),
+    ),
+    "norm both": (
+        Config(128, 128, 8, r=4),
+        Config(128, 128, 8, r=4, maxnreg=80),
+        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, r=8, c=8, maxnreg=80),
+    ),
+    "norm columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
+    "swiglu rows": (Config(64, 128, 8, r=2), Config(32, 128, 4), Config(32, 128, 8, c=8)),
+    "swiglu columns": (Config(128, 64, 8, r=4, c=8), Config(128, 64, 4, r=8, c=8)),
+    "swiglu both": (
+        Config(128, 128, 16, r=8, c=4),
+        Config(128, 128, 16, r=4, c=8),
+        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, r=4),
+        Config(128, 128, 8, r=4, maxnreg=80),
+        Config(128, 128, 8, r=8, c=8, maxnreg=96),
+    ),
+    "swiglu gradient": (
+        Config(128, 128, 16, r=8, c=4, maxnreg=64),
+        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, r=4, maxnreg=128),
+        Config(128, 128, 8, r=8, c=8, maxnreg=128),
+    ),
+    # With d(fc1 output) in high precision.
+    "swiglu gradient kept": (Config(128, 128, 16, r=4, c=8), Config(128, 128, 16, r=4, c=8, maxnreg=64)),
+}
+
+
+def chosen(name: str) -> Config:
+    """The configuration in use."""
+    return CONFIGS[name][0]
 
 
 def norm_rows_config(hidden: int) -> Config:
-    """One program a row of `hidden` elements, `block_k` at a time, which it reads twice.
+    """For rows of `hidden` elements. What is used must be the same for every call about the same rows, because rstd's
+    additions are in the order of the layout."""
+    return CONFIGS["norm rows"][0].config(hidden)
 
-    Few warps a row mean few instructions an element, but many rows under way: so many that all fit into L1.
-    """
-    warps = min(16, 1 << max(0, -(-hidden // 1800) - 1).bit_length())
-    return Config(1, 512 * warps, warps)
+
+@contextmanager
+def using(name: str, config: Config | NormRows) -> Iterator[None]:
+    """Inside, one table entry is another one: for measurements and tests of what is not in use."""
+    kept, CONFIGS[name] = CONFIGS[name], (config,)
+    try:
+        yield
+    finally:
+        CONFIGS[name] = kept

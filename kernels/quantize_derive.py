@@ -1,7 +1,8 @@
 """Copies that come from bytes instead of a high-precision tensor, and experts' rows.
 
 `grouped_kernel`: colwise tiles restart at each expert's first row; the experts' offsets are on the device. Its input is
-high precision, or rowwise bytes with power-of-two scales (`x_scale_ptr`): those are dequantized in registers.
+high precision, or rowwise bytes with power-of-two scales (`x_scale_ptr`): those are dequantized in registers. Its rows
+may be picked by an index: dispatch and quantization in one pass.
 `transpose_kernel`: bytes [M, K] -> [K, M]. `blockwise_to_mxfp8_kernel`: FP32 power-of-two scales of 128-wide tiles
 as the E8M0 codes of their 32-wide quarters.
 """
@@ -17,51 +18,24 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize import Stored, allocate, allocate_scales, pointers, readable, scale_ld, spec_arguments, tile_epsilon
-from .quantize_configs import GROUPED, GROUPED_COLUMNS, TRANSPOSE
+from .quantize_configs import chosen
 from .quantize_device import (
-    emit_colwise,
-    emit_rowwise,
+    cast_fp8,
+    dequantize_tile,
     layout_of,
-    load_tile,
+    load_or_zero,
+    load_row_scales,
     nonfinite_to_nan,
-    store_transposed_bytes,
+    tile_indices,
     tile_layout,
     tile_mask,
     tile_offsets,
     tile_origin,
 )
+from .quantize_emit import emit_colwise, emit_rowwise, store_transposed_bytes
 
 if TYPE_CHECKING:
     from .quantize import Spec
-
-
-@jit
-def decode_scale(scale):
-    """FP32 of a stored scale: itself, or an E8M0 code (0 is 2^-127, 255 is NaN)."""
-    if scale.dtype == gl.uint8:
-        code = scale.to(gl.int32)
-        bits = gl.where(code == 0, 0x400000, gl.where(code == 255, 0x7FC00000, code << 23))
-        value = bits.to(gl.float32, bitcast=True)
-    else:
-        value = scale
-    return value
-
-
-@jit
-def load_quantized_tile(ptr, scale_ptr, scale_stride_m, scale_stride_k, rows, m0, m_end, cols, k0, K, stride_m,
-                        stride_k, B: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Rowwise bytes dequantized to FP32 (exact under power-of-two scales)."""
-    G: gl.constexpr = BLOCK_K // B if BLOCK_K > B else 1
-    ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
-    q = gl.load(ptrs, mask=tile_mask(rows, cols, m_end, K), other=0.0).to(gl.float32)
-    q = gl.reshape(q, (BLOCK_M, G, BLOCK_K // G))
-    SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(q))
-    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
-    b = k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES))
-    scale = gl.load(scale_ptr + tile_offsets(m, b, scale_stride_m, scale_stride_k),
-                    mask=tile_mask(m, b, m_end, gl.cdiv(K, B)), other=0)
-    x = gl.reshape(q * gl.expand_dims(decode_scale(scale), 2), (BLOCK_M, BLOCK_K))
-    return nonfinite_to_nan(gl.convert_layout(x, layout_of(ptrs)))
 
 
 @jit
@@ -89,50 +63,67 @@ def add(a, b):
 
 
 @jit
-def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, experts, M, K,
-                   stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
-                   FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr, EXPERTS: gl.constexpr,
-                   ALIGNMENT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
-                   C: gl.constexpr, W: gl.constexpr):
-    """One register tile; the grid covers as many row tiles as M rows of `experts` experts can need."""
+def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, index_ptr, experts,
+                   M, N, K, stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
+                   SPEC: gl.constexpr, EXPERTS: gl.constexpr, ALIGNMENT: gl.constexpr, DERIVED: gl.constexpr,
+                   EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+                   W: gl.constexpr):
+    """One register tile of the N result rows; the grid covers as many row tiles as `experts` experts can need."""
+    B: gl.constexpr = SPEC[1]
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     k0 = (gl.program_id(0) % gl.cdiv(K, BLOCK_K)).to(gl.int64) * BLOCK_K
     tile = (gl.program_id(0) // gl.cdiv(K, BLOCK_K)).to(gl.int64)
     if offsets_ptr is None:
-        m0, m_end, first_block = tile * BLOCK_M, M, tile * (BLOCK_M // B)
+        m0, m_end, first_block = tile * BLOCK_M, N, tile * (BLOCK_M // B)
     else:
         m0, m_end, first_block = find_expert(offsets_ptr, tile, experts, EXPERTS, BLOCK_M, B, W)
         m0 = m0 // ALIGNMENT * ALIGNMENT  # tells the compiler how wide stores may be
         m_end = m_end // ALIGNMENT * ALIGNMENT
     if m0 >= m_end:
         return
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, L)
+    valid = rows < m_end
+    if index_ptr is not None:
+        rows = gl.load(index_ptr + rows, mask=valid, other=-1).to(gl.int64)
+        valid = (rows >= 0) & (rows < M)
+    ptrs = x_ptr + tile_offsets(rows, cols, stride_m, stride_k)
+    x = load_or_zero(ptrs, valid[:, None] & (cols < K)[None, :], EVEN)
+    row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     if x_scale_ptr is not None:
-        x = load_quantized_tile(x_ptr, x_scale_ptr, x_scale_stride_m, x_scale_stride_k, rows, m0, m_end, cols, k0, K,
-                                stride_m, stride_k, B, BLOCK_M, BLOCK_K)
+        scale = load_row_scales(x_scale_ptr, x, rows, valid, k0, K, x_scale_stride_m, x_scale_stride_k, B)
+        if row_ptr is not None:
+            copy_rows(x, scale, m0, k0, row, m_end, K, B)
+        x = nonfinite_to_nan(dequantize_tile(x, scale, B))
     else:
-        x = load_tile(x_ptr, rows, cols, m_end, K, stride_m, stride_k, False)
-    if row_ptr is not None:
-        emit_rowwise(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, None, row_scale_ld, epsilon, m_end, K, FMAX, B,
-                     SCALE, False, BLOCK_M, BLOCK_K)
-    emit_colwise(x, m0, k0, col_ptr, col_scale_ptr, None, col_scale_ld, first_block, epsilon, M, m_end, K, FMAX, B,
-                 SCALE, False, BLOCK_M, BLOCK_K, R, C, W)
+        x = nonfinite_to_nan(x if x.dtype == gl.bfloat16 else x.to(gl.float32))
+        if row_ptr is not None:
+            y, stored = emit_rowwise(x, m0, k0, row, epsilon, m_end, K, SPEC, EVEN)
+            if DERIVED:
+                FP8: gl.constexpr = gl.float8e4nv if SPEC[0] == 448.0 else gl.float8e5
+                q = gl.convert_layout(cast_fp8(y, SPEC[0]), L).to(FP8, bitcast=True)
+                x = nonfinite_to_nan(dequantize_tile(q, stored, B))
+    if col_ptr is not None:
+        emit_colwise(x, m0, k0, (col_ptr, col_scale_ptr, None, col_scale_ld), first_block, epsilon, N, m_end, K, SPEC,
+                     EVEN)
+
+
+@jit
+def copy_rows(q, scale, m0, k0, row, M, K, B: gl.constexpr):
+    """Bytes and their scales as they are."""
+    rows, cols = tile_indices(m0, k0, q.shape[0], q.shape[1], layout_of(q))
+    gl.store(row[0] + tile_offsets(rows, cols, K, 1), q.to(gl.uint8, bitcast=True), mask=tile_mask(rows, cols, M, K))
+    m = m0 + gl.arange(0, q.shape[0], layout=gl.SliceLayout(1, layout_of(scale)))
+    b = k0 // B + gl.arange(0, scale.shape[1], layout=gl.SliceLayout(0, layout_of(scale)))
+    gl.store(row[1] + tile_offsets(m, b, 1, row[3]), scale, mask=tile_mask(m, b, M, gl.cdiv(K, B)))
 
 
 @jit
 def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-    ptrs = x_ptr + tile_offsets(rows, cols, stride_m, stride_k)
-    if EVEN:
-        q = gl.load(ptrs)
-    else:
-        q = gl.load(ptrs, mask=tile_mask(rows, cols, M, K), other=0)
-    store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN, BLOCK_M, BLOCK_K, W)
+    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+    q = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)
+    store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN)
 
 
 @jit
@@ -155,46 +146,57 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: Spec, offsets: Tensor 
     Dequantizes and quantizes the other way, in registers. offsets, alignment: as in `quantize_grouped`.
     Raises ValueError under FP32 scales, which would round every value a second time.
     """
-    if spec.tile.kind != "1d":
-        raise ValueError(f"derive_colwise: {spec.tile} holds the same bytes in both orientations: transpose them")
-    if spec.scale.value == "fp32":
-        raise ValueError("derive_colwise: needs power-of-two scales; FP32 scales would round every value twice")
-    return _colwise_tiles(data, scale_inv, spec, False, offsets, alignment)[1]
+    return quantize_grouped((data, scale_inv), offsets, spec, False, True, alignment=alignment)[1]
 
 
-def quantize_grouped(x: Tensor, offsets: Tensor, spec: Spec, rowwise: bool = True,
-                     alignment: int = 1) -> tuple[Stored | None, Stored]:
-    """Quantizes tokens sorted by expert, `x [M, K]` under 1D tiles, in one pass: (rowwise or None, colwise).
+def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, rowwise: bool = True,
+                     colwise: bool = True, *, alignment: int = 1, index: Tensor | None = None,
+                     derived: bool = False) -> tuple[Stored | None, Stored | None]:
+    """Quantizes tokens sorted by expert under 1D tiles, in one pass: (rowwise, colwise), None where not asked for.
 
-    offsets: int32 or int64 [E + 1] on the device, expert e has rows offsets[e] to offsets[e + 1]. Colwise tiles restart
-    at each expert's first row. Without asking the device, their number sum(ceil(m_e / B)) is known only up to a bound:
-    colwise scale_inv is `[K, M // B + E]`, what lies past the number is not initialized; neither are rows and columns
-    past the last offset.
+    x: [M, K] of high precision; or its rowwise bytes (data, scale_inv) under power-of-two scales: those are the rowwise
+        result, and the colwise one is derived from them.
+    offsets: int32 or int64 [E + 1] on the device, expert e has result rows offsets[e] to offsets[e + 1]. Colwise tiles
+        restart at each expert's first row. Without asking the device, their number sum(ceil(m_e / B)) is known only up
+        to a bound: colwise scale_inv is `[K, N // B + E]`, what lies past the number is not initialized; neither are
+        rows and columns past the last offset. None: one expert has all rows.
     alignment: a number that divides all offsets (16 lets the transposed copy be written 16 bytes at a time).
+    index: int32 or int64 [N] on the device, row n of the result is row index[n] of x, or zeros where that is none of
+        0 .. M - 1 (padding). None: all rows as they are, N = M.
+    derived: colwise bytes come from the rowwise ones, as a receiver of those would make them.
+    Raises ValueError for other tiles, and where colwise bytes are to come from rowwise ones under FP32 scales.
     """
-    if spec.tile.kind != "1d":
-        raise ValueError(f"quantize_grouped: needs 1D tiles, got {spec.tile}")
-    return _colwise_tiles(x, None, spec, rowwise, offsets, alignment)
-
-
-def _colwise_tiles(x: Tensor, x_scale: Tensor | None, spec: Spec, rowwise: bool, offsets: Tensor | None,
-                   alignment: int) -> tuple[Stored | None, Stored]:
-    x, (M, K) = readable(x), x.shape
+    stored = isinstance(x, tuple)
+    x, x_scale = x if stored else (readable(x), None)
+    _check_grouped(spec, rowwise, colwise, colwise and (stored or derived))
+    (M, K), N = x.shape, x.shape[0] if index is None else index.numel()
     experts = 0 if offsets is None else offsets.numel() - 1
-    row = allocate(M, K, spec, x.device) if rowwise else None
-    data, scale_inv = allocate(K, M, spec, x.device)
-    if experts:
-        scale_inv = allocate_scales(K, M // spec.tile.block + experts, "1d", scale_inv.dtype, x.device)
-    config = GROUPED if rowwise else GROUPED_COLUMNS
-    row_tiles = M // config.block_m + experts if experts else -(-M // config.block_m)
-    if M and K:
-        scale = pointers((x, x_scale))[1] if x_scale is not None else None
+    row = allocate(N, K, spec, x.device) if rowwise else None
+    col = allocate(K, N, spec, x.device) if colwise else None
+    if experts and col:
+        col = (col[0], allocate_scales(K, N // spec.tile.block + experts, "1d", col[1].dtype, x.device))
+    name = "derived" if stored else "grouped" if colwise else "grouped rows"
+    config = chosen(name if rowwise or stored else "grouped columns")
+    row_tiles = N // config.block_m + experts if experts else -(-N // config.block_m)
+    if N and K:
         grouped_kernel[(row_tiles * -(-K // config.block_k),)](
-            x, scale, *pointers(row), *pointers((data, scale_inv)), offsets, experts, M, K, *x.stride(),
-            *(x_scale.stride() if x_scale is not None else (0, 0)), scale_ld(row), scale_ld((data, scale_inv)),
-            tile_epsilon(spec), EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment,
-            **spec_arguments(spec), **config.options())
-    return row, (data, scale_inv)
+            x, pointers((x, x_scale))[1] if stored else None, *pointers(row), *pointers(col), offsets, index, experts,
+            M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
+            tile_epsilon(spec),
+            EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment, DERIVED=derived and colwise,
+            EVEN=not experts and index is None and config.even(N, K), **spec_arguments(spec), **config.options())
+    return row, col
+
+
+def _check_grouped(spec: Spec, rowwise: bool, colwise: bool, derives: bool) -> None:
+    if spec.tile.kind != "1d":
+        raise ValueError(f"quantize_grouped: needs 1D tiles, got {spec.tile}: both orientations of other tiles hold "
+                         "the same bytes, transpose them")
+    if not (rowwise or colwise):
+        raise ValueError("quantize_grouped: ask for rowwise=True, colwise=True or both")
+    if derives and spec.scale.value == "fp32":
+        raise ValueError("quantize_grouped: a colwise copy can be derived from rowwise bytes only under power-of-two "
+                         "scales; FP32 scales would round every value twice")
 
 
 def transpose(data: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def transpose(data: Tensor) -> Tensor:
     M, K = data.shape
     out = torch.empty(K, M, dtype=data.dtype, device=data.device)
     if data.numel():
-        config = TRANSPOSE
+        config = chosen("transpose")
         transpose_kernel[config.grid(M, K, data.device)](
             data.view(torch.uint8), out.view(torch.uint8), M, K, *data.stride(), EVEN=config.even(M, K),
             **config.options())

@@ -1,9 +1,7 @@
-"""Device functions that every quantization kernel is made of: NUMERICS in Gluon, tile loads and tile stores.
+"""Device functions that every quantization kernel is made of: NUMERICS in Gluon, layouts, loads, maxima, casts.
 
-A kernel loads a register tile as FP32 (`load_tile`), and hands it to `emit_rowwise`, `emit_colwise` or `emit_2d`, which
-take the amax of every quantization tile inside it, turn amaxes into scales, cast, and write bytes and scales. Fused
-producers (norm, SwiGLU) compute their tile instead of loading it and call the same functions, so their bytes are the
-quantizer's bytes.
+A tile stays in BF16 as long as it can: two values a register, and one instruction works on both. Whatever is not BF16
+is FP32. `quantize_emit` has what is done with a tile.
 
 Layout. A thread owns R neighbouring rows and C neighbouring columns of the tile (`tile_layout`), a warp whole rows of
 it. So memory is read and written rowwise 16 bytes at a time; a column's amax is reduced over R rows without leaving the
@@ -37,6 +35,21 @@ def tile_layout(BLOCK_M, BLOCK_K, R, C, W):
 
 
 @constexpr_function
+def rows_a_thread(layout):
+    return layout.size_per_thread[0]
+
+
+@constexpr_function
+def columns_a_thread(layout):
+    return layout.size_per_thread[1]
+
+
+@constexpr_function
+def log2(n):
+    return n.bit_length() - 1
+
+
+@constexpr_function
 def rows_first(BLOCK_M, BLOCK_K, R, C, W):
     """`tile_layout` (all warps along M) with the registers of a thread counted rows first."""
     registers = [[1 << i, 0] for i in range(R.bit_length() - 1)] + [[0, 1 << i] for i in range(C.bit_length() - 1)]
@@ -49,11 +62,11 @@ def rows_first(BLOCK_M, BLOCK_K, R, C, W):
 
 
 @constexpr_function
-def columns_layout(rows, columns, W):
-    """As many whole columns a thread as fit: for the last step of a reduction along the first dimension."""
-    each = max(1, rows * columns // (32 * W))
+def columns_layout(rows, columns, C, W):
+    """As many rows of C whole columns a thread as fit: for the last step of a reduction along the first dimension."""
+    each = max(1, rows * columns // (32 * W * C))
     lanes_m = max(1, rows // each)
-    return gl.BlockedLayout([min(each, rows), 1], [lanes_m, 32 // lanes_m], [1, W], [1, 0])
+    return gl.BlockedLayout([min(each, rows), C], [lanes_m, 32 // lanes_m], [1, W], [1, 0])
 
 
 @constexpr_function
@@ -67,9 +80,25 @@ def transposed_layout(BLOCK_M, BLOCK_K, W):
 def nonfinite_to_nan(x):
     """x with every Inf turned into NaN: `x * 0 + x` is exact for finite x (signed zeros too) and NaN otherwise.
 
-    NaN then drops out of every maximum (`max.f32` returns the other operand) and casts to 0x7F in both formats.
+    NaN then drops out of every maximum (the instruction returns the other operand) and casts to 0x7F in both formats.
     """
-    return gl.fma(x, 0.0, x)
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 $0, $1, zero, $1; }", "=r,r",
+                                      [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        y = gl.fma(x, 0.0, x)
+    return y
+
+
+@jit
+def to_f32(x):
+    """FP32 values. (Of two BF16 in a register: one instruction each instead of two.)"""
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x],
+                                      dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        y = x.to(gl.float32)
+    return y
 
 
 @jit
@@ -87,13 +116,68 @@ def to_compute_dtype(x, dtype: gl.constexpr):
 def round_through(x, dtype: gl.constexpr):
     """FP32 values rounded to a compute dtype, non-finite ones as NaN: what the quantizer would read from memory."""
     if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(
-            "{ .reg .b32 p, zero; mov.b32 zero, 0; cvt.rn.bf16x2.f32 p, $3, $2; fma.rn.bf16x2 p, p, zero, p;"
-            " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000; }",
-            "=f,=f,f,f", [x], dtype=gl.float32, is_pure=True, pack=2)
+        y = nonfinite_to_nan(to_compute_dtype(x, dtype))
     else:
         y = nonfinite_to_nan(x.to(dtype).to(gl.float32))
     return y
+
+
+@jit
+def magnitude(x):
+    if x.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        y = gl.abs(x)
+    return y
+
+
+@jit
+def larger(a, b):
+    """The larger one, elementwise; a number beats NaN."""
+    if a.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True,
+                                      pack=2)
+    else:
+        y = gl.maximum(a, b)
+    return y
+
+
+@jit
+def max_of_rows(x, COUNT: gl.constexpr):
+    """[M, K] -> [M / COUNT, K]: maxima of COUNT neighbouring rows, all of them in one thread."""
+    if x.dtype == gl.bfloat16:
+        for _ in gl.static_range(log2(COUNT)):
+            a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
+            x = larger(a, b)
+        y = x
+    else:
+        y = gl.max(gl.reshape(x, (x.shape[0] // COUNT, COUNT, x.shape[1])), axis=1)
+    return y
+
+
+@jit
+def max_of_columns(x, COUNT: gl.constexpr):
+    """[M, K] -> [M, K / COUNT] FP32: maxima of COUNT neighbouring columns, over threads where it must be."""
+    C: gl.constexpr = columns_a_thread(layout_of(x))
+    M: gl.constexpr = x.shape[0]
+    G: gl.constexpr = x.shape[1] // COUNT
+    if x.dtype == gl.bfloat16:
+        IN_THREAD: gl.constexpr = min(C, COUNT)
+        for _ in gl.static_range(log2(IN_THREAD) - 1):
+            a, b = gl.split(gl.permute(gl.reshape(x, (M, x.shape[1] // 4, 2, 2)), (0, 1, 3, 2)))
+            x = gl.reshape(larger(a, b), (M, x.shape[1] // 2))
+        y = gl.max(gl.reshape(to_f32(x), (M, G, x.shape[1] // G)), axis=2)
+    else:
+        y = gl.max(gl.reshape(x, (M, G, COUNT)), axis=2)
+    return y
+
+
+@jit
+def max_of_all(x):
+    """FP32 maximum of |x|, at least 0."""
+    x = magnitude(x)
+    x = max_of_rows(x, rows_a_thread(layout_of(x)))
+    return gl.maximum(gl.max(gl.max(to_f32(x), axis=1), axis=0), 0.0)
 
 
 @jit
@@ -145,10 +229,30 @@ def cast_fp8(x, FMAX: gl.constexpr):
 
 
 @jit
+def decode_scale(scale):
+    """FP32 of a stored scale: itself, or an E8M0 code (0 is 2^-127, 255 is NaN)."""
+    if scale.dtype == gl.uint8:
+        code = scale.to(gl.int32)
+        bits = gl.where(code == 0, 0x400000, gl.where(code == 255, 0x7FC00000, code << 23))
+        value = bits.to(gl.float32, bitcast=True)
+    else:
+        value = scale
+    return value
+
+
+@jit
 def tile_origin(index, K, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
     """First row and column (int64) of a register tile; tiles are counted along K first."""
     tiles_k = gl.cdiv(K, BLOCK_K)
     return (index // tiles_k).to(gl.int64) * BLOCK_M, (index % tiles_k).to(gl.int64) * BLOCK_K
+
+
+@jit
+def tile_indices(m0, k0, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """Row and column indices of a tile."""
+    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT))
+    return rows, cols
 
 
 @jit
@@ -162,129 +266,51 @@ def tile_mask(rows, cols, M, K):
 
 
 @jit
-def load_f32(ptrs, mask, EVEN: gl.constexpr):
-    """FP32 of what lies there; zero outside the mask, which EVEN says is nowhere."""
+def load_or_zero(ptrs, mask, EVEN: gl.constexpr):
+    """What lies there; zero outside the mask, which EVEN says is nowhere."""
     if EVEN:
         x = gl.load(ptrs)
     else:
         x = gl.load(ptrs, mask=mask, other=0.0)
-    return x.to(gl.float32)
+    return x
+
+
+@jit
+def load_f32(ptrs, mask, EVEN: gl.constexpr):
+    return to_f32(load_or_zero(ptrs, mask, EVEN))
 
 
 @jit
 def load_tile(ptr, rows, cols, M, K, stride_m, stride_k, EVEN: gl.constexpr):
-    """A tile as FP32 with non-finite elements as NaN; outside [M, K] it is zero."""
-    ptrs = ptr + tile_offsets(rows, cols, stride_m, stride_k)
-    return nonfinite_to_nan(load_f32(ptrs, tile_mask(rows, cols, M, K), EVEN))
+    """A tile with non-finite elements as NaN, BF16 as BF16, else as FP32; outside [M, K] it is zero."""
+    x = load_or_zero(ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)
+    if x.dtype != gl.bfloat16:
+        x = x.to(gl.float32)
+    return nonfinite_to_nan(x)
 
 
 @jit
-def store_rowwise(ptr, y, rows, cols, M, K, FMAX: gl.constexpr, EVEN: gl.constexpr):
-    """Casts scaled values y and writes them to [M, K]."""
-    ptrs = ptr + tile_offsets(rows, cols, K, 1)
-    q = gl.convert_layout(cast_fp8(y, FMAX), layout_of(ptrs))
-    if EVEN:
-        gl.store(ptrs, q)
-    else:
-        gl.store(ptrs, q, mask=tile_mask(rows, cols, M, K))
+def blocks_of(x, B: gl.constexpr):
+    """[M, K] -> [M, K / B, B]; of a tile narrower than B, [M, 1, K]."""
+    G: gl.constexpr = x.shape[1] // B if x.shape[1] > B else 1
+    return gl.reshape(x, (x.shape[0], G, x.shape[1] // G))
 
 
 @jit
-def store_transposed_bytes(ptr, q, m0, k0, M, M_end, K, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                           BLOCK_K: gl.constexpr, W: gl.constexpr):
-    """Writes bytes q [BLOCK_M, BLOCK_K] to [K, M]; only rows below M_end."""
-    T: gl.constexpr = transposed_layout(BLOCK_M, BLOCK_K, W)
-    q = gl.convert_layout(gl.permute(q, (1, 0)), T)
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, T))
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, T))
-    ptrs = ptr + tile_offsets(cols, rows, M, 1)
-    if EVEN:
-        gl.store(ptrs, q)
-    else:
-        gl.store(ptrs, q, mask=tile_mask(cols, rows, K, M_end))
+def load_row_scales(scale_ptr, q, rows, valid, k0, K, stride_m, stride_b, B: gl.constexpr):
+    """Stored scales [BLOCK_M, G] of the bytes q, whose rows lie at `rows`; of a tile of zeros where not valid."""
+    SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(blocks_of(q, B)))
+    G: gl.constexpr = blocks_of(q, B).shape[1]
+    m = gl.convert_layout(rows, gl.SliceLayout(1, SCALES))[:, None]
+    valid = gl.convert_layout(valid, gl.SliceLayout(1, SCALES))[:, None]
+    b = (k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES)))[None, :]
+    other = 0 if scale_ptr.dtype.element_ty == gl.uint8 else 1.0
+    return gl.load(scale_ptr + m * stride_m + b * stride_b, mask=valid & (b < gl.cdiv(K, B)), other=other)
 
 
 @jit
-def store_transposed(ptr, y, m0, k0, M, M_end, K, FMAX: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Casts scaled values y [BLOCK_M, BLOCK_K] and writes them to [K, M]; only rows below M_end."""
-    y = gl.convert_layout(y, rows_first(BLOCK_M, BLOCK_K, R, C, W))
-    store_transposed_bytes(ptr, cast_fp8(y, FMAX), m0, k0, M, M_end, K, EVEN, BLOCK_M, BLOCK_K, W)
-
-
-@jit
-def emit_rowwise(x, rows, m0, cols, k0, ptr, scale_ptr, amax_ptr, scale_ld, epsilon, M, K, FMAX: gl.constexpr,
-                 B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                 BLOCK_K: gl.constexpr):
-    """1 x B tiles along K: bytes [M, K]; scale (m, b) at `b * scale_ld + m`."""
-    G: gl.constexpr = BLOCK_K // B
-    x = gl.reshape(x, (BLOCK_M, G, B))
-    SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(x))
-    m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
-    b = k0 // B + gl.arange(0, G, layout=gl.SliceLayout(0, SCALES))
-    mask = tile_mask(m, b, M, gl.cdiv(K, B))
-    if amax_ptr is None:
-        amax = gl.max(gl.abs(x), axis=2)
-    else:
-        amax = gl.load(amax_ptr + tile_offsets(m, b, 1, M), mask=mask, other=0.0)
-    scale, stored = scale_from_amax(amax, epsilon, FMAX, SCALE)
-    y = gl.reshape(x * gl.expand_dims(scale, 2), (BLOCK_M, BLOCK_K))
-    store_rowwise(ptr, y, rows, cols, M, K, FMAX, EVEN)
-    if EVEN:
-        gl.store(scale_ptr + tile_offsets(m, b, 1, scale_ld), stored)
-    else:
-        gl.store(scale_ptr + tile_offsets(m, b, 1, scale_ld), stored, mask=mask)
-
-
-@jit
-def emit_colwise(x, m0, k0, ptr, scale_ptr, amax_ptr, scale_ld, first_block, epsilon, M, M_end, K, FMAX: gl.constexpr,
-                 B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                 BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """B x 1 tiles along M: bytes [K, M]; scale (k, b) at `b * scale_ld + k`, the tile's first b is `first_block`."""
-    G: gl.constexpr = BLOCK_M // B
-    amax = gl.max(gl.reshape(gl.abs(x), (BLOCK_M // R, R, BLOCK_K)), axis=1)
-    amax = gl.convert_layout(amax, columns_layout(BLOCK_M // R, BLOCK_K, W))
-    amax = gl.max(gl.reshape(amax, (G, B // R, BLOCK_K)), axis=1)
-    b = first_block + gl.arange(0, G, layout=gl.SliceLayout(1, layout_of(amax)))
-    k = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout_of(amax)))
-    mask = tile_mask(b, k, first_block + (M_end - m0 + B - 1) // B, K)
-    if amax_ptr is not None:
-        amax = gl.load(amax_ptr + tile_offsets(b, k, K, 1), mask=mask, other=0.0)
-    scale, stored = scale_from_amax(amax, epsilon, FMAX, SCALE)
-    if EVEN:
-        gl.store(scale_ptr + tile_offsets(b, k, scale_ld, 1), stored)
-    else:
-        gl.store(scale_ptr + tile_offsets(b, k, scale_ld, 1), stored, mask=mask)
-    x = gl.reshape(x, (G, B, BLOCK_K))
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
-    y = gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K))
-    store_transposed(ptr, y, m0, k0, M, M_end, K, FMAX, EVEN, BLOCK_M, BLOCK_K, R, C, W)
-
-
-@jit
-def emit_2d(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, row_scale_ld,
-            col_scale_ld, epsilon, M, K, FMAX: gl.constexpr, B: gl.constexpr, SCALE: gl.constexpr,
-            EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-            W: gl.constexpr):
-    """B x B tiles: one set of bytes, written as [M, K], as [K, M], or both; scales likewise, row-major."""
-    GM: gl.constexpr = BLOCK_M // B
-    GK: gl.constexpr = BLOCK_K // B
-    amax = gl.max(gl.reshape(gl.abs(x), (BLOCK_M // R, R, BLOCK_K)), axis=1)
-    amax = gl.max(gl.reshape(amax, (BLOCK_M // R, GK, B)), axis=2)
-    amax = gl.max(gl.reshape(amax, (GM, B // R, GK)), axis=1)
-    bm = m0 // B + gl.arange(0, GM, layout=gl.SliceLayout(1, layout_of(amax)))
-    bk = k0 // B + gl.arange(0, GK, layout=gl.SliceLayout(0, layout_of(amax)))
-    mask = tile_mask(bm, bk, gl.cdiv(M, B), gl.cdiv(K, B))
-    if amax_ptr is not None:
-        amax = gl.load(amax_ptr + tile_offsets(bm, bk, gl.cdiv(K, B), 1), mask=mask, other=0.0)
-    scale, stored = scale_from_amax(amax, epsilon, FMAX, SCALE)
-    x = gl.reshape(x, (GM, B, GK, B))
-    SCALES: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout_of(x)))
-    scale = gl.expand_dims(gl.expand_dims(gl.convert_layout(scale, SCALES), 1), 3)
-    y = gl.reshape(x * scale, (BLOCK_M, BLOCK_K))
-    if row_ptr is not None:
-        store_rowwise(row_ptr, y, rows, cols, M, K, FMAX, EVEN)
-        gl.store(row_scale_ptr + tile_offsets(bm, bk, row_scale_ld, 1), stored, mask=mask)
-    if col_ptr is not None:
-        store_transposed(col_ptr, y, m0, k0, M, M, K, FMAX, EVEN, BLOCK_M, BLOCK_K, R, C, W)
-        gl.store(col_scale_ptr + tile_offsets(bm, bk, 1, col_scale_ld), stored, mask=mask)
+def dequantize_tile(q, scale, B: gl.constexpr):
+    """FP32 of bytes (FP8 dtype) under stored row scales [BLOCK_M, G]; exact under power-of-two scales."""
+    x = blocks_of(q.to(gl.float32), B)
+    scale = gl.convert_layout(decode_scale(scale), gl.SliceLayout(2, layout_of(x)))
+    return gl.convert_layout(gl.reshape(x * gl.expand_dims(scale, 2), q.shape), layout_of(q))

@@ -9,7 +9,18 @@ maximum (bits of non-negative floats are ordered as integers), which is determin
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from .quantize_device import load_tile, scale_from_amax, store_rowwise, store_transposed, tile_layout, tile_origin
+from .quantize_device import (
+    larger,
+    load_tile,
+    magnitude,
+    max_of_all,
+    scale_from_amax,
+    tile_indices,
+    tile_layout,
+    tile_origin,
+    to_f32,
+)
+from .quantize_emit import record_amax, store_rowwise, store_transposed
 
 
 @jit
@@ -18,13 +29,14 @@ def amax_kernel(x_ptr, partial_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     rows = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
-    acc = gl.zeros((BLOCK_M, BLOCK_K), gl.float32, layout=L)
+    dtype: gl.constexpr = gl.bfloat16 if x_ptr.dtype.element_ty == gl.bfloat16 else gl.float32
+    acc = gl.zeros((BLOCK_M, BLOCK_K), dtype, layout=L)
     tiles = gl.cdiv(M, BLOCK_M).to(gl.int64) * gl.cdiv(K, BLOCK_K)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m0, k0 = tile_origin(t, K, BLOCK_M, BLOCK_K)
         x = load_tile(x_ptr, m0 + rows, k0 + cols, M, K, stride_m, stride_k, EVEN)
-        acc = gl.maximum(acc, gl.abs(x))
-    gl.store(partial_ptr + gl.program_id(0), gl.max(gl.max(acc, axis=1), axis=0))
+        acc = larger(acc, magnitude(x))
+    gl.store(partial_ptr + gl.program_id(0), max_of_all(acc))
 
 
 @jit
@@ -40,7 +52,7 @@ def finish_amax_kernel(partial_ptr, amax_ptr, partials, PARTIALS: gl.constexpr, 
 
 @jit
 def cast_kernel(x_ptr, row_ptr, col_ptr, partial_ptr, given_scale_ptr, scale_inv_ptr, amax_ptr, noop_ptr, M, K,
-                stride_m, stride_k, partials, epsilon, FMAX: gl.constexpr, SCALE: gl.constexpr,
+                stride_m, stride_k, partials, epsilon, SPEC: gl.constexpr,
                 PARTIALS: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
                 R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Bytes [M, K] and/or [K, M] under one scale: from `partials` maxima, or given (then amax is recorded)."""
@@ -49,25 +61,23 @@ def cast_kernel(x_ptr, row_ptr, col_ptr, partial_ptr, given_scale_ptr, scale_inv
             return
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     m0, k0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, L)
     x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
     if given_scale_ptr is not None:
         scale = gl.load(given_scale_ptr)
         stored = gl.div_rn(scale * 0.0 + 1.0, scale)
         if amax_ptr is not None:
-            amax = gl.maximum(gl.max(gl.max(gl.abs(x), axis=1), axis=0), 0.0)
-            gl.atomic_max(amax_ptr.to(gl.pointer_type(gl.int32)), amax.to(gl.int32, bitcast=True), sem="relaxed")
+            record_amax(amax_ptr, x)
     else:
         amax = reduce_partials(partial_ptr, partials, PARTIALS, W)
-        scale, stored = scale_from_amax(amax, epsilon, FMAX, SCALE)
+        scale, stored = scale_from_amax(amax, epsilon, SPEC[0], SPEC[2])
         if amax_ptr is not None:  # noqa: SIM102
             if gl.program_id(0) == 0:
                 gl.store(amax_ptr, amax)
     if gl.program_id(0) == 0:
         gl.store(scale_inv_ptr, stored)
-    y = x * scale
+    y = to_f32(x) * scale
     if row_ptr is not None:
-        store_rowwise(row_ptr, y, rows, cols, M, K, FMAX, EVEN)
+        store_rowwise(row_ptr, y, m0, k0, M, K, SPEC[0], EVEN, L)
     if col_ptr is not None:
-        store_transposed(col_ptr, y, m0, k0, M, M, K, FMAX, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+        store_transposed(col_ptr, y, m0, k0, M, M, K, SPEC[0], EVEN, L)

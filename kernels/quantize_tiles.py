@@ -10,54 +10,49 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
-    emit_2d,
-    emit_colwise,
-    emit_rowwise,
     layout_of,
     load_tile,
+    magnitude,
+    max_of_columns,
+    max_of_rows,
+    tile_indices,
     tile_layout,
     tile_mask,
     tile_offsets,
     tile_origin,
+    to_f32,
 )
+from .quantize_emit import emit_1d, emit_2d
 
 
 @jit
 def quantize_1d_kernel(x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, noop_ptr,
-                       M, K, stride_m, stride_k, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr,
-                       B: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                       M, K, stride_m, stride_k, row_scale_ld, col_scale_ld, epsilon, SPEC: gl.constexpr,
+                       EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                       C: gl.constexpr, W: gl.constexpr):
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:
             return
-    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
-    if col_ptr is not None:
-        emit_colwise(x, m0, k0, col_ptr, col_scale_ptr, col_amax_ptr, col_scale_ld, m0 // B, epsilon, M, M, K, FMAX, B,
-                     SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
-    if row_ptr is not None:
-        emit_rowwise(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, row_amax_ptr, row_scale_ld, epsilon, M, K, FMAX, B,
-                     SCALE, EVEN, BLOCK_M, BLOCK_K)
+    emit_1d(x, m0, k0, (row_ptr, row_scale_ptr, row_amax_ptr, row_scale_ld),
+            (col_ptr, col_scale_ptr, col_amax_ptr, col_scale_ld), m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
 
 
 @jit
 def quantize_2d_kernel(x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, noop_ptr, M, K, stride_m,
-                       stride_k, row_scale_ld, col_scale_ld, epsilon, FMAX: gl.constexpr, B: gl.constexpr,
-                       SCALE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-                       R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                       stride_k, row_scale_ld, col_scale_ld, epsilon, SPEC: gl.constexpr, EVEN: gl.constexpr,
+                       BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+                       W: gl.constexpr):
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:
             return
-    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
+    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
-    emit_2d(x, rows, m0, cols, k0, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, amax_ptr, row_scale_ld,
-            col_scale_ld, epsilon, M, K, FMAX, B, SCALE, EVEN, BLOCK_M, BLOCK_K, R, C, W)
+    emit_2d(x, m0, k0, (row_ptr, row_scale_ptr, amax_ptr, row_scale_ld),
+            (col_ptr, col_scale_ptr, amax_ptr, col_scale_ld), epsilon, M, K, SPEC, EVEN)
 
 
 @jit
@@ -65,16 +60,15 @@ def tile_amax_kernel(x_ptr, row_ptr, col_ptr, square_ptr, M, K, stride_m, stride
                      BLOCK: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """FP32 amaxes of 1 x B tiles [ceil(K/B), M], B x 1 tiles [ceil(M/B), K], B x B tiles [ceil(M/B), ceil(K/B)]."""
     G: gl.constexpr = BLOCK // B
-    L: gl.constexpr = tile_layout(BLOCK, BLOCK, R, C, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK, BLOCK)
-    rows = m0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, L))
-    cols = k0 + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))
-    x = gl.abs(load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, False))
+    rows, cols = tile_indices(m0, k0, BLOCK, BLOCK, tile_layout(BLOCK, BLOCK, R, C, W))
+    x = magnitude(load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, False))
     if col_ptr is not None:
-        amax = gl.max(gl.reshape(x, (G, B, BLOCK)), axis=1)
+        amax = to_f32(max_of_rows(x, R))
+        amax = gl.max(gl.reshape(amax, (G, B // R, BLOCK)), axis=1)
         store_amax(col_ptr, amax, m0 // B, k0, gl.cdiv(M, B), K, K, 1)
     else:
-        amax = gl.max(gl.reshape(x, (BLOCK, G, B)), axis=2)
+        amax = max_of_columns(x, B)
         if row_ptr is not None:
             store_amax(row_ptr, amax, m0, k0 // B, M, gl.cdiv(K, B), 1, M)
         if square_ptr is not None:

@@ -5,8 +5,9 @@ current scaling: the input twice; scales are left out, they are below 1 to 3 %).
 time over the calls in it, median of several replays, inputs rotating so that L2 does not hold them. Next to a kernel,
 where PyTorch can express it: the same function by `torch.compile`.
 
-    python tools/bench_quantize.py                        # 8192 x 7168 and 16384 x 4096
-    python tools/bench_quantize.py --shapes llama3-8b     # activations and weights of that model's linears
+    python tools/bench_quantize.py                                        # 8192 x 7168 and 16384 x 4096
+    python tools/bench_quantize.py --shapes llama3-8b deepseek-v3         # operands of these models
+    python tools/bench_quantize.py --kernels norm "SwiGLU row" --candidates   # every configuration of some kernels
 """
 
 from __future__ import annotations
@@ -15,20 +16,41 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from megafp8.kernels import norm_quantize, quantize, quantize_derive, swiglu_quantize
+import torch.nn.functional as F
+from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
 from torch import Tensor
 
 from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
 
-SHAPES = {
-    "bars": [(8192, 7168), (16384, 4096)],
-    "llama3-8b": [(8192, 4096), (8192, 14336), (6144, 4096), (28672, 4096), (4096, 14336)],
-    "llama3-70b": [(8192, 8192), (8192, 28672), (10240, 8192), (57344, 8192), (8192, 28672)],
-    "deepseek-v3": [(16384, 7168), (16384, 2048), (32768, 2048), (4096, 7168), (7168, 2048)],
+# Operands [M, K] by what they are: inputs and gradients of linears, of norms, SwiGLU's results, experts' rows, weights.
+ROLES = ("input", "norm", "swiglu", "grouped", "weight")
+BARS = [(8192, 7168), (16384, 4096)]
+SHAPES: dict[str, dict[str, list[tuple[int, int]]]] = {
+    "bars": dict.fromkeys(ROLES, BARS),
+    "llama3-8b": {
+        "input": [(8192, 4096), (8192, 28672)],
+        "norm": [(8192, 4096)],
+        "swiglu": [(8192, 14336)],
+        "weight": [(6144, 4096), (28672, 4096), (4096, 14336)],
+    },
+    "llama3-70b": {
+        "input": [(8192, 8192), (8192, 57344)],
+        "norm": [(8192, 8192)],
+        "swiglu": [(8192, 28672)],
+        "weight": [(10240, 8192), (57344, 8192), (8192, 28672)],
+    },
+    "deepseek-v3": {
+        "input": [(8192, 7168), (8192, 1536)],
+        "norm": [(8192, 7168), (8192, 1536)],
+        "swiglu": [(32768, 2048)],
+        "grouped": [(32768, 7168), (32768, 2048)],
+        "weight": [(4096, 7168), (7168, 2048)],
+    },
 }
 BLOCKWISE = OperandSpec(E4M3, Tile("1d", 128), Scale.POW2)
 BLOCKWISE_FP32 = OperandSpec(E4M3, Tile("1d", 128), Scale.FP32)
@@ -40,57 +62,135 @@ GRADIENT = OperandSpec(E5M2, Tile("tensor"), Scale.FP32)
 
 
 class Case(NamedTuple):
-    """One kernel: bytes an element of the [M, K] operand, the call for input set i, PyTorch's version or None."""
+    """One kernel: bytes read and written an element of the [M, K] operand, the call for input set i, the entry of the
+    table of configurations, and PyTorch's version of the call with its input sets, or None."""
 
     name: str
-    bytes_per_element: float
+    role: str
+    reads: float
+    writes: float
     run: Callable[[int], object]
-    eager: Callable[[Tensor], object] | None = None
+    entry: str
+    eager: tuple[Callable[[Tensor], object], list[Tensor]] | None = None
 
 
 def cases(M: int, K: int) -> Iterator[Case]:
     """Every kernel at an `[M, K]` operand; fused SwiGLU makes one from `[M, 2K]`."""
-    device = torch.device("cuda")
-    xs = [torch.randn(M, K, dtype=torch.bfloat16, device=device) for _ in range(3)]
-    gated = [torch.randn(M, 2 * K, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    weight = torch.randn(K, dtype=torch.bfloat16, device=device)
-    scale = torch.full((1,), 0.5, device=device)
-    history = torch.zeros(1, device=device)
-    offsets = torch.arange(9, device=device) * (M // 8 // 16 * 16)
-    rowwise = quantize.quantize(xs[0], BLOCKWISE)[0]
-    q = quantize.quantize
+    yield from _quantizers(M, K)
+    yield from _grouped(M, K)
+    yield from _producers(M, K)
 
-    yield Case("blockwise row", 3, lambda i: q(xs[i % 3], BLOCKWISE), torch_blockwise)
-    yield Case("blockwise row, FP32 scales", 3, lambda i: q(xs[i % 3], BLOCKWISE_FP32))
-    yield Case("blockwise column", 3, lambda i: q(xs[i % 3], BLOCKWISE, False, True))
-    yield Case("blockwise row+column", 4, lambda i: q(xs[i % 3], BLOCKWISE, True, True), torch_blockwise_both)
-    yield Case("blockwise row+column, FP32 scales", 4, lambda i: q(xs[i % 3], BLOCKWISE_FP32, True, True))
-    yield Case("blockwise 128x128 row+column", 4, lambda i: q(xs[i % 3], SQUARES, True, True))
-    yield Case("mxfp8 row", 3, lambda i: q(xs[i % 3], MXFP8))
-    yield Case("mxfp8 row+column", 4, lambda i: q(xs[i % 3], MXFP8, True, True))
-    yield Case("mxfp8 32x32 row+column", 4, lambda i: q(xs[i % 3], SQUARES_32, True, True))
-    yield Case("tensorwise row, current scaling", 5, lambda i: q(xs[i % 3], TENSORWISE), torch_tensorwise)
-    yield Case("tensorwise row, delayed scaling", 3, lambda i: q(xs[i % 3], TENSORWISE, scale=scale, amax_out=history))
-    yield Case("tensorwise row+column, current scaling", 6, lambda i: q(xs[i % 3], GRADIENT, True, True))
-    yield Case("tensorwise row+column, delayed scaling", 4, lambda i: q(xs[i % 3], GRADIENT, True, True, scale=scale))
+
+def _inputs(rows: int, columns: int, sets: int = 3) -> list[Tensor]:
+    return [torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(sets)]
+
+
+def _quantizers(M: int, K: int) -> Iterator[Case]:
+    xs = _inputs(M, K)
+    scale, history = torch.full((1,), 0.5, device="cuda"), torch.zeros(1, device="cuda")
+
+    def q(spec: OperandSpec, *orientations: bool, **options: Tensor) -> Callable[[int], object]:
+        return lambda i: quantize.quantize(xs[i % 3], spec, *orientations, **options)
+
+    yield Case("blockwise row", "input", 2, 1, q(BLOCKWISE), "rows", (torch_blockwise, xs))
+    yield Case("blockwise row, FP32 scales", "input", 2, 1, q(BLOCKWISE_FP32), "rows")
+    yield Case("blockwise column", "input", 2, 1, q(BLOCKWISE, False, True), "columns")
+    yield Case("blockwise row+column", "input", 2, 2, q(BLOCKWISE, True, True), "both", (torch_blockwise_both, xs))
+    yield Case("blockwise row+column, FP32 scales", "input", 2, 2, q(BLOCKWISE_FP32, True, True), "both")
+    yield Case("blockwise 128x128 row+column", "weight", 2, 2, q(SQUARES, True, True), "squares")
+    yield Case("mxfp8 row", "input", 2, 1, q(MXFP8), "rows")
+    yield Case("mxfp8 row+column", "input", 2, 2, q(MXFP8, True, True), "both of 32")
+    yield Case("mxfp8 32x32 row+column", "weight", 2, 2, q(SQUARES_32, True, True), "squares")
+    yield Case("tensorwise row, current scaling", "input", 4, 1, q(TENSORWISE), "amax", (torch_tensorwise, xs))
+    yield Case("tensorwise row, delayed scaling", "input", 2, 1, q(TENSORWISE, scale=scale, amax_out=history), "cast")
+    yield Case("tensorwise row+column, current scaling", "input", 4, 2, q(GRADIENT, True, True), "cast transposed")
     yield Case(
-        "grouped row+column, 8 experts",
-        4,
-        lambda i: quantize_derive.quantize_grouped(xs[i % 3], offsets, BLOCKWISE, alignment=16),
+        "tensorwise row+column, delayed scaling",
+        "input",
+        2,
+        2,
+        q(GRADIENT, True, True, scale=scale, amax_out=history),
+        "cast transposed",
     )
-    yield Case("column derived from row bytes", 2, lambda i: quantize_derive.derive_colwise(*rowwise, BLOCKWISE))
-    yield Case("transposed bytes", 2, lambda i: quantize_derive.transpose(rowwise[0]))
-    yield Case("RMSNorm row", 3, lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, BLOCKWISE))
+
+
+def _grouped(M: int, K: int) -> Iterator[Case]:
+    xs = _inputs(M, K)
+    offsets = torch.arange(9, device="cuda") * (M // 8 // 16 * 16)
+    index = torch.randperm(M, device="cuda")
+    stored = [quantize.quantize(x, BLOCKWISE)[0] for x in xs]
+
+    def grouped(spec: OperandSpec, *orientations: bool, **options: object) -> Callable[[int], object]:
+        options = {"alignment": 16} | options
+        return lambda i: quantize_derive.quantize_grouped(xs[i % 3], offsets, spec, *orientations, **options)
+
+    yield Case("grouped row+column, 8 experts", "grouped", 2, 2, grouped(BLOCKWISE), "grouped")
+    yield Case("grouped column, 8 experts", "grouped", 2, 1, grouped(BLOCKWISE, False), "grouped columns")
+    picked = grouped(BLOCKWISE, True, False, index=index)
+    yield Case("grouped row, rows by index", "grouped", 2, 1, picked, "grouped rows")
+    picked = grouped(BLOCKWISE, True, True, index=index, derived=True)
+    yield Case("grouped row, derived column, rows by index", "grouped", 2, 2, picked, "grouped")
     yield Case(
-        "RMSNorm row+column", 4, lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, BLOCKWISE, colwise=True)
+        "column derived from row bytes",
+        "grouped",
+        1,
+        1,
+        lambda i: quantize_derive.derive_colwise(*stored[i % 3], BLOCKWISE),
+        "derived",
     )
-    yield Case("SwiGLU row", 5, lambda i: swiglu_quantize.swiglu_quantize(gated[i % 2], BLOCKWISE))
-    yield Case("SwiGLU row+column", 6, lambda i: swiglu_quantize.swiglu_quantize(gated[i % 2], BLOCKWISE, colwise=True))
     yield Case(
-        "SwiGLU gradient row+column, y column",
-        11,
-        lambda i: swiglu_quantize.swiglu_grad_quantize(xs[i % 3], gated[i % 2], BLOCKWISE, y_spec=BLOCKWISE),
+        "column derived from row bytes, 8 experts",
+        "grouped",
+        1,
+        1,
+        lambda i: quantize_derive.derive_colwise(*stored[i % 3], BLOCKWISE, offsets, 16),
+        "derived",
     )
+    yield Case("transposed bytes", "weight", 1, 1, lambda i: quantize_derive.transpose(stored[i % 3][0]), "transpose")
+
+
+def _producers(M: int, K: int) -> Iterator[Case]:
+    weight = torch.randn(K, dtype=torch.bfloat16, device="cuda")
+    scale, history = torch.full((1,), 0.5, device="cuda"), torch.zeros(1, device="cuda")
+    xs, gated = _inputs(M, K), _inputs(M, 2 * K, 2)
+    kept = [quantize.quantize(x, BLOCKWISE)[0] for x in gated]
+    topk = torch.rand(M, device="cuda")
+    delayed = {"scale": scale, "amax_out": history}
+
+    def norm(spec: OperandSpec, colwise: bool, **options: object) -> Callable[[int], object]:
+        return lambda i: norm_quantize.rms_norm_quantize(xs[i % 3], weight, spec, colwise=colwise, **options)
+
+    def swiglu(spec: OperandSpec, colwise: bool, **options: object) -> Callable[[int], object]:
+        return lambda i: swiglu_quantize.swiglu_quantize(gated[i % 2], spec, colwise=colwise, **options)
+
+    def gradient(inputs: list, spec: OperandSpec, **options: object) -> Callable[[int], object]:
+        return lambda i: swiglu_quantize.swiglu_grad_quantize(xs[i % 3], inputs[i % 2], spec, **options)
+
+    def torch_norm(x: Tensor) -> object:
+        return torch_blockwise(F.rms_norm(x, (K,), weight, 1e-5))
+
+    def torch_swiglu(x: Tensor) -> object:
+        gate, up = x.float().chunk(2, dim=1)
+        return torch_blockwise((F.silu(gate) * up).bfloat16())
+
+    yield Case("RMSNorm row", "norm", 2, 1, norm(BLOCKWISE, False), "norm rows", (torch_norm, xs))
+    yield Case("RMSNorm row+column", "norm", 2, 2, norm(BLOCKWISE, True), "norm both")
+    yield Case("RMSNorm tensorwise row, current scaling", "norm", 4, 1, norm(TENSORWISE, False), "norm rows")
+    yield Case("RMSNorm tensorwise row, delayed scaling", "norm", 2, 1, norm(TENSORWISE, False, **delayed), "norm rows")
+    yield Case("RMSNorm tensorwise row+column, current scaling", "norm", 4, 2, norm(TENSORWISE, True), "norm both")
+    yield Case("SwiGLU row", "swiglu", 4, 1, swiglu(BLOCKWISE, False), "swiglu rows", (torch_swiglu, gated))
+    yield Case("SwiGLU row+column", "swiglu", 4, 2, swiglu(BLOCKWISE, True), "swiglu both")
+    yield Case("SwiGLU row+column, row weights", "swiglu", 4, 2, swiglu(BLOCKWISE, True, weights=topk), "swiglu both")
+    yield Case("SwiGLU tensorwise row+column, current scaling", "swiglu", 8, 2, swiglu(TENSORWISE, True), "swiglu both")
+    full, tensor = {"y_spec": BLOCKWISE}, {"y_spec": TENSORWISE, "y_scale": scale}
+    yield Case("SwiGLU gradient, y column", "swiglu", 6, 5, gradient(gated, BLOCKWISE, **full), "swiglu gradient")
+    yield Case("SwiGLU gradient", "swiglu", 6, 4, gradient(gated, BLOCKWISE), "swiglu gradient")
+    weighted = gradient(gated, BLOCKWISE, weights=topk, **full)
+    yield Case("SwiGLU gradient, y column, row weights", "swiglu", 6, 5, weighted, "swiglu gradient")
+    of_bytes = gradient(kept, BLOCKWISE, **full)
+    yield Case("SwiGLU gradient, y column, fc1's output in FP8", "swiglu", 4, 5, of_bytes, "swiglu gradient")
+    given = gradient(gated, GRADIENT, scale=scale, amax_out=history, **tensor)
+    yield Case("SwiGLU gradient tensorwise, y column, delayed scaling", "swiglu", 6, 5, given, "swiglu gradient")
 
 
 def torch_blockwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +219,7 @@ def microseconds(run: Callable[[int], object], calls: int = 6, replays: int = 7)
         with torch.cuda.graph(graph, stream=stream):
             kept = [run(i) for i in range(calls)][-1:]
     torch.cuda.synchronize()
+    graph.replay()
     times = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -138,54 +239,72 @@ def copy_microseconds(nbytes: int) -> float:
     return microseconds(lambda i: target.copy_(sources[i % 3]))
 
 
-def bench(M: int, K: int, only: str, with_compile: bool) -> Iterator[dict]:
-    """One result a kernel: name, shape, microseconds, TB/s, percent of a copy, PyTorch's microseconds."""
+def bench(name: str, M: int, K: int, args: argparse.Namespace, deadline: float) -> Iterator[dict]:
+    """One result a kernel and configuration: name, shape, microseconds, TB/s, percent of a copy, PyTorch's time."""
     copies: dict[int, float] = {}
     for case in cases(M, K):
-        if only not in case.name:
+        if (M, K) not in SHAPES[name].get(case.role, []) or not wanted(case.name, args.kernels):
             continue
-        nbytes = int(case.bytes_per_element * M * K)
-        if nbytes not in copies:
-            copies[nbytes] = copy_microseconds(nbytes)
-        time = microseconds(case.run)
-        result = {
-            "kernel": case.name,
-            "shape": [M, K],
-            "us": time,
-            "tb_per_s": nbytes / time / 1e6,
-            "percent_of_copy": 100 * copies[nbytes] / time,
-            "compiled_us": None,
-        }
-        if case.eager is not None and with_compile:
-            xs = [torch.randn(M, K, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-            compiled = torch.compile(case.eager, dynamic=False)
-            result["compiled_us"] = microseconds(lambda i, f=compiled, xs=xs: f(xs[i % 3]))
-        yield result
+        nbytes = int((case.reads + case.writes) * M * K)
+        for config in quantize_configs.CONFIGS[case.entry][: None if args.candidates else 1]:
+            if time.monotonic() > deadline:
+                return
+            if nbytes not in copies:
+                copies[nbytes] = copy_microseconds(nbytes)
+            result = {"kernel": case.name, "shape": [M, K], "config": list(config), "bytes_read": case.reads}
+            try:
+                with quantize_configs.using(case.entry, config):
+                    us = microseconds(case.run)
+            except Exception as error:  # a configuration that does not run must not hide the others
+                print(f"{case.name}, {tuple(config)}: {error}", file=sys.stderr)
+                torch.cuda.synchronize()
+                continue
+            result |= {"us": us, "tb_per_s": nbytes / us / 1e6, "percent_of_copy": 100 * copies[nbytes] / us}
+            result["compiled_us"] = None
+            if case.eager is not None and args.compile and not args.candidates:
+                compiled, inputs = torch.compile(case.eager[0], dynamic=False), case.eager[1]
+                result["compiled_us"] = microseconds(lambda i, f=compiled, xs=inputs: f(xs[i % len(xs)]))
+            yield result
+
+
+def wanted(name: str, parts: list[str]) -> bool:
+    return not parts or any(part.lower() in name.lower() for part in parts)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["bars"], help="which operands [M, K]")
+    parser.add_argument("--kernels", nargs="*", default=[], help="only kernels whose name contains one of these")
+    parser.add_argument("--candidates", action="store_true", help="every configuration, not only the one in use")
+    parser.add_argument("--compile", action="store_true", help="PyTorch's compiled versions beside the kernels")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no measurement after so many")
+    parser.add_argument("--json", metavar="FILE", help="also append the results there, one JSON object a line")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", choices=SHAPES, default="bars", help="which operands [M, K]")
-    parser.add_argument("--only", default="", help="only kernels whose name contains this")
-    parser.add_argument("--no-compile", action="store_true", help="leave PyTorch's compiled versions out")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there, one JSON object a line")
-    args = parser.parse_args(argv)
+    args = arguments().parse_args(argv)
+    deadline = time.monotonic() + args.seconds
     if not torch.cuda.is_available():
         print("bench_quantize: needs a CUDA GPU, and torch sees none", file=sys.stderr)
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    results = []
-    for M, K in SHAPES[args.shapes]:
-        print(f"\n{M} x {K}{'us':>42}{'TB/s':>8}{'% of copy':>11}{'compiled us':>13}")
-        for r in bench(M, K, args.only, not args.no_compile):
-            results.append(r)
-            compiled = f"{r['compiled_us']:13.1f}" if r["compiled_us"] else ""
-            numbers = f"{r['us']:12.1f}{r['tb_per_s']:8.2f}{r['percent_of_copy']:11.1f}{compiled}"
-            print(f"{r['kernel']:42}{numbers}", flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.writelines(json.dumps(r) + "\n" for r in results)
+    for name in args.shapes:
+        for M, K in dict.fromkeys(shape for shapes in SHAPES[name].values() for shape in shapes):
+            header = f"{'us':>12}{'TB/s':>8}{'% of copy':>11}{'read/element':>14}{'compiled us':>13}"
+            print(f"\n{f'{name} {M} x {K}':54}{header}")
+            for r in bench(name, M, K, args, deadline):
+                print(line(r, args.candidates), flush=True)
+                if args.json:
+                    with open(args.json, "a") as file:
+                        file.write(json.dumps(r) + "\n")
     return 0
+
+
+def line(r: dict, with_config: bool) -> str:
+    compiled = f"{r['compiled_us']:13.1f}" if r["compiled_us"] else " " * 13 * with_config
+    numbers = f"{r['us']:12.1f}{r['tb_per_s']:8.2f}{r['percent_of_copy']:11.1f}{r['bytes_read']:14g}{compiled}"
+    return f"{r['kernel']:54}{numbers}" + (f"  {tuple(r['config'])}" if with_config else "")
 
 
 if __name__ == "__main__":

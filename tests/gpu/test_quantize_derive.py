@@ -15,6 +15,7 @@ from tests.gpu.quantize_cases import (
     expected,
     holes,
     needs_device,
+    normal,
     raw,
     wide,
 )
@@ -103,3 +104,53 @@ def test_blockwise_rewritten_as_mxfp8(shape, kind):
     assert_same(got, want)
     dequantized = reference.dequantize(*(t.cpu() for t in got), Tile("1d", 32))
     assert torch.equal(dequantized, reference.dequantize(data, scale_inv, spec.tile))
+
+
+def picked(x, index):
+    """Rows of x by index; zeros where there is none."""
+    valid = (index >= 0) & (index < x.shape[0])
+    return torch.where(valid[:, None], x[index.clamp(0, x.shape[0] - 1)], torch.zeros((), dtype=x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("spec", ONE_D.values(), ids=ONE_D)
+def test_rows_picked_by_an_index(spec, dtype):
+    x, counts = holes(60, 144), [70, 0, 26]
+    index = torch.randint(-3, 63, (96,), generator=torch.Generator().manual_seed(0), dtype=dtype)
+    rows = picked(x, index)
+    args = x.to(DEVICE), offsets_of(counts), spec
+    row, none = kernels.quantize_grouped(*args, True, False, index=index.to(DEVICE))
+    want_row, want_col = reference.quantize_grouped(rows, counts, spec)
+    tiles = want_col[1].shape[1]
+    assert none is None
+    assert_same(row, want_row, "rowwise alone")
+    row, col = kernels.quantize_grouped(*args, index=index.to(DEVICE))
+    assert_same(row, want_row, "rowwise")
+    assert_same((col[0], col[1][:, :tiles]), want_col, "colwise")
+
+
+@pytest.mark.parametrize("spec", DERIVABLE.values(), ids=DERIVABLE)
+@pytest.mark.parametrize("counts", [[70, 0, 26], [96]], ids=str)
+def test_dispatch_of_values_and_of_bytes_agree(counts, spec):
+    """Rows quantized here, and rows that came as bytes: the same rowwise bytes, the same derived colwise ones."""
+    x = wide(60, 144) if counts == [96] else holes(60, 144)
+    index = torch.randint(-3, 63, (96,), generator=torch.Generator().manual_seed(1))
+    offsets = offsets_of(counts)
+    want_row, _ = reference.quantize_grouped(picked(x, index), counts, spec)
+    dequantized = reference.dequantize(*want_row, spec.tile)
+    want_col = reference.quantize_grouped(dequantized, counts, spec)[1]
+    stored = tuple(t.to(DEVICE) for t in expected(x, spec, colwise=False)[0])
+    for source in (x.to(DEVICE), stored):
+        row, col = kernels.quantize_grouped(source, offsets, spec, index=index.to(DEVICE), derived=True)
+        assert_same(row, want_row, "rowwise")
+        assert_same((col[0], col[1][:, : want_col[1].shape[1]]), want_col, "colwise")
+
+
+def test_mistakes_about_experts_rows_are_named():
+    x, offsets = normal(8, 32).to(DEVICE), offsets_of([8])
+    with pytest.raises(ValueError, match="1D tiles"):
+        kernels.quantize_grouped(x, offsets, SPECS["tensorwise"])
+    with pytest.raises(ValueError, match="rowwise"):
+        kernels.quantize_grouped(x, offsets, SPECS["blockwise"], False, False)
+    with pytest.raises(ValueError, match="power-of-two"):
+        kernels.quantize_grouped(x, offsets, SPECS["blockwise_fp32"], derived=True)

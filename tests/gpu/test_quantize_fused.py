@@ -133,7 +133,11 @@ def test_swiglu_grad(shape, spec):
 def test_unfit_arguments_are_named():
     x = normal(8, 256).to(DEVICE)
     with pytest.raises(ValueError, match="1D tiles"):
-        swiglu_quantize.swiglu_quantize(x, SPECS["tensorwise"])
+        swiglu_quantize.swiglu_quantize(x, SPECS["blockwise_2d"])
+    with pytest.raises(ValueError, match="tensor tiles"):
+        swiglu_quantize.swiglu_quantize(x, SPECS["blockwise"], scale=x[0, :1].float())
+    with pytest.raises(ValueError, match="y_amax or y_scale"):
+        swiglu_quantize.swiglu_grad_quantize(x[:, :128], x, SPECS["blockwise"], y_spec=SPECS["tensorwise"])
     with pytest.raises(ValueError, match="BF16"):
         swiglu_quantize.swiglu_quantize(x.float(), SPECS["blockwise"])
     with pytest.raises(ValueError, match="dy must be"):

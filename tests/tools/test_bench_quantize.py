@@ -27,7 +27,11 @@ def test_the_compiled_rivals_compute_the_same_function():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_every_case_runs(capsys):
-    results = list(bench_quantize.bench(1024, 1024, "", False))
-    assert len(results) > 15
+def test_every_case_and_configuration_runs(monkeypatch):
+    shape = (1024, 1024)
+    monkeypatch.setitem(bench_quantize.SHAPES, "tiny", dict.fromkeys(bench_quantize.ROLES, [shape]))
+    args = bench_quantize.arguments().parse_args(["--candidates"])
+    results = list(bench_quantize.bench("tiny", *shape, args, float("inf")))
+    assert {r["kernel"] for r in results} == {case.name for case in bench_quantize.cases(*shape)}
     assert all(0 < r["percent_of_copy"] < 1000 for r in results)
+    assert not list(bench_quantize.bench("tiny", *shape, args, 0.0))

@@ -1,0 +1,78 @@
+"""What the host side of fused producers (norm, SwiGLU and its gradient) has in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quantize import BLOCK, Stored, allocate
+
+if TYPE_CHECKING:
+    from .quantize import Spec
+
+
+class TensorScaling(NamedTuple):
+    """Where the scale of a tensor tile comes from, as kernel arguments. Empty under 1D tiles.
+
+    scale: FP32 [1], given (delayed scaling: one pass). amax: FP32 [1], from which the scale is made (current scaling:
+    the result's own, which takes a first pass, or one that ranks have shared). record: FP32 [1], raised to the result's
+    amax.
+    """
+
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+    record: Tensor | None = None
+
+    @classmethod
+    def of(cls, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None,
+           device: torch.device) -> TensorScaling:
+        """From the arguments of a producer.
+
+        amax: instead of the result's own. scale: instead of one from an amax. amax_out: receives the result's amax;
+        with `scale` it is only ever raised (a slot of a history that several microbatches share).
+        """
+        if spec.tile.kind != "tensor":
+            return cls()
+        if scale is not None:
+            return cls(scale, None, amax_out)
+        if amax is not None:
+            return cls(None, amax, None if amax_out is None else amax_out.zero_())
+        record = torch.zeros(1, dtype=torch.float32, device=device) if amax_out is None else amax_out.zero_()
+        return cls(None, None, record)
+
+    @property
+    def measures(self) -> bool:
+        """Whether a first pass has to find the amax."""
+        return self.scale is None and self.amax is None and self.record is not None
+
+    def first_pass(self) -> TensorScaling:
+        return TensorScaling(record=self.record)
+
+    def second_pass(self) -> TensorScaling:
+        return TensorScaling(amax=self.record)
+
+
+UNSCALED = TensorScaling()
+
+
+def allocate_pair(rows: int, columns: int, spec: Spec, device: torch.device, rowwise: bool,
+                  colwise: bool) -> tuple[Stored | None, Stored | None]:
+    """Uninitialized copies of a `[rows, columns]` operand; those of a tensor tile share their scale_inv."""
+    row = allocate(rows, columns, spec, device) if rowwise else None
+    col = allocate(columns, rows, spec, device) if colwise else None
+    if row and col and spec.tile.kind == "tensor":
+        col = (col[0], row[1])
+    return row, col
+
+
+def check_spec(name: str, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None) -> None:
+    """Raises ValueError for tiles that fused producers don't know, and for scaling arguments that tiles don't take."""
+    if spec.tile.kind == "tensor":
+        return
+    if spec.tile.kind != "1d" or BLOCK % spec.tile.block:
+        raise ValueError(f"{name}: needs tensor tiles, or 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
+                         "keep the result in high precision, then call quantize")
+    if any(t is not None for t in (amax, scale, amax_out)):
+        raise ValueError(f"{name}: amax, scale and amax_out are for tensor tiles, got {spec.tile}")

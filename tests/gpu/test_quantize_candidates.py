@@ -1,0 +1,119 @@
+"""Every configuration in the table gives the same bytes, not only the one in use."""
+
+import pytest
+import torch
+from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
+
+from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, holes, needs_device, normal, wide
+from tests.gpu.test_quantize_derive import offsets_of
+from tests.gpu.test_quantize_fused import gates
+
+pytestmark = needs_device
+
+SHAPES = [(256, 512), (200, 304)] if not EMULATING else [(130, 144)]
+
+
+def quantized(name: str, *orientations: bool):
+    spec = SPECS[name]
+    return lambda shape: quantize.quantize(holes(*shape).to(DEVICE), spec, *orientations)
+
+
+def strided(shape):
+    return quantize.quantize(wide(shape[0], 2 * shape[1]).to(DEVICE)[:, : shape[1]], SPECS["tensorwise"], True, False)
+
+
+def grouped(rowwise: bool, colwise: bool, **options):
+    def run(shape):
+        x, offsets = holes(*shape).to(DEVICE), offsets_of([48, 0, shape[0] - 48])
+        row, col = quantize_derive.quantize_grouped(x, offsets, SPECS["blockwise"], rowwise, colwise, **options)
+        tiles = 1 + -(-(shape[0] - 48) // 128)
+        return row, None if col is None else (col[0], col[1][:, :tiles])
+
+    return run
+
+
+def derived(shape):
+    data, scale_inv = (t.to(DEVICE) for t in expected(holes(*shape), SPECS["blockwise"], colwise=False)[0])
+    return None, quantize_derive.derive_colwise(data, scale_inv, SPECS["blockwise"])
+
+
+def transposed(shape):
+    data = (torch.arange(shape[0] * shape[1]) * 7).to(torch.uint8).view(shape).to(DEVICE)
+    return (quantize_derive.transpose(data), torch.ones(1)), None
+
+
+def norm(rowwise: bool, colwise: bool):
+    def run(shape):
+        x, weight = normal(*shape).to(DEVICE), normal(1, shape[1], seed=1)[0].to(DEVICE)
+        if not rowwise:
+            rstd = (x.float().square().mean(1) + 1e-5).rsqrt()
+            return None, norm_quantize.norm_columns_quantize(x, weight, rstd, SPECS["blockwise"])
+        made = norm_quantize.rms_norm_quantize(x, weight, SPECS["blockwise"], colwise=colwise, high_precision=True)
+        want = expected(made.y, SPECS["blockwise"], True, colwise)
+        assert_same(made.rowwise, want[0])
+        assert_same(made.colwise, want[1])
+        # Rows' sums are in another order, so that another configuration's rstd may differ by an ulp.
+        torch.testing.assert_close(made.rstd, (x.float().square().mean(1) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
+        return None, None
+
+    return run
+
+
+def swiglu(rowwise: bool, colwise: bool):
+    return lambda shape: swiglu_quantize.swiglu_quantize(
+        gates(*shape).to(DEVICE), SPECS["blockwise"], rowwise=rowwise, colwise=colwise
+    )[:2]
+
+
+def gradient(high_precision: bool):
+    def run(shape):
+        shape = shape[0], 256
+        made = swiglu_quantize.swiglu_grad_quantize(
+            normal(*shape).to(DEVICE), gates(*shape).to(DEVICE), SPECS["blockwise"], y_spec=SPECS["mxfp8"],
+            high_precision=high_precision, weights=torch.linspace(0, 1, shape[0], device=DEVICE),
+        )  # fmt: skip
+        assert_same(made.y_colwise, made.y_colwise and tuple(t.cpu() for t in made.y_colwise))
+        return made.rowwise, made.colwise
+
+    return run
+
+
+CALLS = {
+    "rows": quantized("blockwise", True, False),
+    "columns": quantized("blockwise", False, True),
+    "both": quantized("blockwise", True, True),
+    "both of 32": quantized("mxfp8", True, True),
+    "squares": quantized("blockwise_2d", True, True),
+    "amax": quantized("tensorwise", True, False),
+    "amax strided": strided,
+    "cast": quantized("tensorwise", True, False),
+    "cast transposed": quantized("tensorwise", True, True),
+    "grouped": grouped(True, True, alignment=8),
+    "grouped rows": grouped(True, False),
+    "grouped columns": grouped(False, True),
+    "derived": derived,
+    "transpose": transposed,
+    "norm rows": norm(True, False),
+    "norm both": norm(True, True),
+    "norm columns": norm(False, True),
+    "swiglu rows": swiglu(True, False),
+    "swiglu columns": swiglu(False, True),
+    "swiglu both": swiglu(True, True),
+    "swiglu gradient": gradient(False),
+    "swiglu gradient kept": gradient(True),
+}
+CANDIDATES = [(name, i) for name, configs in quantize_configs.CONFIGS.items() for i in range(1, len(configs))]
+
+
+def test_every_entry_of_the_table_is_here():
+    assert CALLS.keys() == quantize_configs.CONFIGS.keys()
+
+
+@pytest.mark.parametrize(("name", "candidate"), CANDIDATES, ids=lambda value: str(value).replace(" ", "_"))
+def test_bytes_of_every_configuration(name, candidate):
+    for shape in SHAPES:
+        want = CALLS[name](shape)
+        with quantize_configs.using(name, quantize_configs.CONFIGS[name][candidate]):
+            got = CALLS[name](shape)
+        for g, w, what in zip(got, want, ("rowwise", "colwise"), strict=True):
+            assert_same(g, None if w is None else tuple(t.cpu() for t in w), what)
