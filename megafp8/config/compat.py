@@ -147,22 +147,17 @@ REFUSED = (
         harmless=["1"],
     ),
     *refused(_HIERARCHICAL, "--hierarchical-context-parallel-sizes X..."),
+    *refused(
+        "recomputes layers of experts; use --recompute-granularity selective --recompute-modules moe",
+        "--moe-layer-recompute",
+    ),
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
-_MOE = "FP8 dispatch of experts"
-
 NOT_YET = (
+    *not_yet("DeepEP", "--moe-flex-dispatcher-backend X", needs_ranks=True),
     *not_yet(
-        _MOE,
-        "--moe-layer-recompute",
-        "--moe-fp8-dispatch",
-    ),
-    *not_yet(
-        "expert parallelism",
-        "--moe-token-dispatcher-type X",
-        "--moe-flex-dispatcher-backend X",
-        "--moe-shared-expert-overlap",
+        "tokens of one microbatch sent behind the work of another",
         "--overlap-moe-expert-parallel-comm",
         needs_ranks=True,
     ),
@@ -170,7 +165,6 @@ NOT_YET = (
     *not_yet("gather overlapped with the update", "--overlap-param-gather-with-optimizer-step", needs_ranks=True),
     *not_yet("comparison of weights over ranks", "--check-weight-hash-across-dp-replicas-interval X", needs_ranks=True),
     *not_yet("optimizer state below FP32", "--use-precision-aware-optimizer"),
-    *not_yet("a batch size that grows", "--step-batch-size-schedule X"),
     *not_yet("a batch size of its own for evaluation", "--eval-global-batch-size X"),
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
@@ -187,8 +181,6 @@ NOT_YET = (
 )
 
 NOT_YET_FIELDS = (
-    NotYetField("expert_model_parallel_size", "expert parallelism"),
-    NotYetField("expert_tensor_parallel_size", "expert parallelism"),
     NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
 )

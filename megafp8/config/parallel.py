@@ -58,6 +58,22 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = flag(
         None, "Number of ranks that share each expert's weights.", shown_default="--tensor-model-parallel-size"
     )
+    moe_token_dispatcher_type: str = flag(
+        "alltoall",
+        "How tokens get to experts on other ranks: each to those of its experts, all to all of them, or by a library.",
+        choices=("allgather", "alltoall", "flex"),
+    )
+    moe_shared_expert_overlap: bool = flag(
+        False, "Run the shared experts while tokens travel to the routed ones (no effect on one rank)."
+    )
+    moe_fp8_dispatch: bool = flag(
+        False,
+        "Send tokens to experts as FP8 bytes and scales: half the traffic, the same results. Needs power-of-two scales "
+        "by row (blockwise, mxfp8).",
+    )
+    moe_fp8_combine_grad: bool = flag(
+        False, "Send the gradients of experts' outputs in FP8 as well; needs --moe-fp8-dispatch."
+    )
     sequence_parallel: bool = flag(
         False, "Split norms and dropout along the sequence over the tensor-parallel ranks (no effect at size 1)."
     )

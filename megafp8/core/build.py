@@ -9,6 +9,7 @@ import torch
 
 from megafp8.config import Config
 from megafp8.config.model import ModelConfig
+from megafp8.config.parallel import ParallelConfig
 from megafp8.config.train import TrainConfig
 from megafp8.fp8 import Recipe
 from megafp8.parallel import Axis, ParallelContext
@@ -42,6 +43,29 @@ class RecomputePlan:
 
 
 @dataclass(frozen=True)
+class DispatchPlan:
+    """How tokens travel to experts on other ranks.
+
+    gathers: all to all ranks, else each to those of its experts. fp8_tokens, fp8_gradients: what goes to the experts,
+    forward and backward, is FP8 where they are. overlaps_shared: the shared experts run meanwhile.
+    """
+
+    gathers: bool = False
+    fp8_tokens: bool = False
+    fp8_gradients: bool = False
+    overlaps_shared: bool = False
+
+    @staticmethod
+    def of(parallel: ParallelConfig) -> DispatchPlan:
+        return DispatchPlan(
+            gathers=parallel.moe_token_dispatcher_type == "allgather",
+            fp8_tokens=parallel.moe_fp8_dispatch,
+            fp8_gradients=parallel.moe_fp8_combine_grad,
+            overlaps_shared=parallel.moe_shared_expert_overlap,
+        )
+
+
+@dataclass(frozen=True)
 class BuildContext:
     """model: the architecture; dtype: of parameters and compute, FP32 or BF16.
 
@@ -51,7 +75,6 @@ class BuildContext:
     fp8_input_store: activations keep fc1's output in FP8; None: only those of experts in FP8.
     ring_attention: context-parallel ranks pass keys and values on, instead of gathering them.
     sums_outputs: tensor-parallel linears add up what the ranks have of Y and dX; False leaves that to the caller.
-    overlap_shared_experts: they run while tokens travel to the routed ones.
     """
 
     model: ModelConfig
@@ -65,7 +88,7 @@ class BuildContext:
     deterministic: bool = False
     ring_attention: bool = False
     sums_outputs: bool = True
-    overlap_shared_experts: bool = False
+    dispatch: DispatchPlan = DispatchPlan()
     fp8_input_store: bool | None = None
 
     def stores_in_fp8(self, fc1: str, *, expert: bool) -> bool:
@@ -132,6 +155,7 @@ class BuildContext:
             comm_chunks=OVERLAP_CHUNKS if config.parallel.tp_comm_overlap else 1,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
+            dispatch=DispatchPlan.of(config.parallel),
             fp8_input_store=config.fp8.activation_func_fp8_input_store,
             ring_attention=(config.parallel.cp_comm_type or ("all_gather",))[0] == "p2p",
         )

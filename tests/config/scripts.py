@@ -12,12 +12,9 @@ ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = {
     "llama3_8b_fp8": {"profiling"},
     "gpt3_175b": set(),
-    "mixtral_8x7b": {"expert parallelism", "Weights & Biases"},
-    "qwen3_30b_a3b": {"expert parallelism"},
-    "deepseek_v3": {
-        *("expert parallelism", "Weights & Biases"),
-        "optimizer state below FP32",
-    },
+    "mixtral_8x7b": {"Weights & Biases"},
+    "qwen3_30b_a3b": set(),
+    "deepseek_v3": {"Weights & Biases", "optimizer state below FP32"},
 }
 
 
@@ -52,6 +49,7 @@ MENDS = {
     ],
     "qwen3_30b_a3b": [],
     "deepseek_v3": [
+        Mend("--moe-token-dispatcher-type flex", "use alltoall", "-type flex", "-type alltoall"),
         Mend("--decoder-first-pipeline-num-layers", LAYOUT, "--decoder-first-pipeline-num-layers 4"),
         Mend("--decoder-last-pipeline-num-layers", LAYOUT, "--decoder-last-pipeline-num-layers 1"),
         Mend("--account-for-loss-in-pipeline-split", LAYOUT, "--account-for-loss-in-pipeline-split"),
@@ -95,5 +93,8 @@ def mended(name: str, count: int | None = None) -> str:
 def processes(text: str) -> str:
     """The smallest job for a script's layout: WORLD_SIZE."""
     words = text.split()
-    names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    return str(math.prod(int(words[words.index(name) + 1]) for name in names if name in words))
+    size = {name: int(words[words.index(name) + 1]) for name in words if name.endswith("-parallel-size")}
+    tp, ep = size.get("--tensor-model-parallel-size", 1), size.get("--expert-model-parallel-size", 1)
+    dense = tp * size.get("--context-parallel-size", 1)
+    expert = ep * size.get("--expert-tensor-parallel-size", tp)
+    return str(size.get("--pipeline-model-parallel-size", 1) * math.lcm(dense, expert))

@@ -9,6 +9,7 @@ import pytest
 from megafp8.config import build_parser, compat, parse_args
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
 from megafp8.config.flags import spec_of, value_type
+from megafp8.config.parallel import layout_sizes
 from tests.config.scripts import MENDS, SCRIPTS, mended, processes, script
 
 ASSETS = Path(__file__).parent / "assets"
@@ -135,12 +136,11 @@ def test_hard_ones(parse, flag, words):
 
 def test_all_missing_features_are_named_at_once(parse):
     with pytest.raises(ValueError) as error:
-        parse("--moe-fp8-dispatch --moe-layer-recompute --expert-model-parallel-size 4 --async-save")
+        parse("--wandb-project a --wandb-exp-name b --use-checkpoint-args --profile")
     text = str(error.value)
-    assert "FP8 dispatch of experts (--moe-fp8-dispatch --moe-layer-recompute)" in text
-    assert "expert parallelism (--expert-model-parallel-size 4)" in text
-    assert "--async-save" in text
-    assert "--expert-tensor-parallel-size" not in text, "a derived value was blamed"
+    assert "Weights & Biases (--wandb-project a --wandb-exp-name b)" in text
+    assert "flags read from a checkpoint (--use-checkpoint-args)" in text
+    assert "profiling (--profile)" in text
 
 
 def test_foreign_flags_take_their_values():
@@ -184,7 +184,8 @@ def test_rest_of_the_script_parses_after_the_mends(name):
     text = mended(name)
     config = parse_args(text.split(), env={"WORLD_SIZE": processes(text)}, check_files=False)
     assert config.optimizer.lr > 0
-    assert config.parallel.data_parallel_size == 1
+    sizes = layout_sizes(config.parallel)
+    assert 1 in (sizes["dp"], sizes["edp"])
     for word in text.split():
         if compat.verdict(word) == "accepted":
             assert any(note.startswith(word) for note in config.notes), word

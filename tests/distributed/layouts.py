@@ -88,6 +88,7 @@ class Layout:
     ring: bool = False
     ep: int = 1
     etp: int | None = None
+    dispatcher: str = "alltoall"
 
     @property
     def world(self) -> int:
@@ -106,6 +107,7 @@ class Layout:
             "cp_comm_type": ("p2p",) if self.ring else None,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
+            "moe_token_dispatcher_type": self.dispatcher,
         }
 
     def __str__(self) -> str:
@@ -115,7 +117,8 @@ class Layout:
         name += f"xCP{self.cp}" + "-ring" * self.ring if self.cp > 1 else ""
         name += f"xDP{self.dp}" if self.dp > 1 else ""
         name += f"-EP{self.ep}" if self.ep > 1 else ""
-        return name if self.etp is None else f"{name}-ETP{self.etp}"
+        name += "" if self.etp is None else f"-ETP{self.etp}"
+        return name if self.dispatcher == "alltoall" else f"{name}-{self.dispatcher}"
 
 
 def make_config(values: dict, layout: Layout) -> Config:

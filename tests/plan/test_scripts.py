@@ -30,6 +30,7 @@ MODELS = {
 
 FILES = ("--tokenizer-type", "--tokenizer-model", "--data-path", "--vocab-file", "--merge-file", "--vocab-size")
 FILES += ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--pipeline-model-parallel-layout")
+FILES += ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

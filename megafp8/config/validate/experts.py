@@ -1,6 +1,7 @@
 """Checks of the flags of mixture of experts and of multi-token prediction."""
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.fp8 import RECIPES
 from megafp8.config.model import BALANCING
 from megafp8.config.validate.limits import plain
 
@@ -28,20 +29,51 @@ def experts(c: Config) -> str | None:
 
 
 def expert_layout(c: Config) -> str | None:
-    m, tp, etp = c.model, c.parallel.tensor_model_parallel_size, c.parallel.expert_tensor_parallel_size
+    m, p = c.model, c.parallel
+    tp, ep, etp = p.tensor_model_parallel_size, p.expert_model_parallel_size, p.expert_tensor_parallel_size
     if m.num_experts is None:
-        return None
-    if etp != tp:
+        return f"--expert-model-parallel-size {ep} needs --num-experts; add it" if ep > 1 else None
+    if m.num_experts % ep:
         return (
-            f"--expert-tensor-parallel-size {etp} other than --tensor-model-parallel-size {tp}: not yet in megafp8; "
-            "leave the former out"
+            f"--num-experts {m.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one of them"
         )
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if (c.value(name) or tp) % tp:
-            return (
-                f"{flag_of(name)} {c.value(name)} is not divisible by --tensor-model-parallel-size {tp}; change one of "
-                "them"
-            )
+    if tp > 1 and (ep > 1 or etp != tp) and not p.sequence_parallel:
+        return (
+            f"--expert-model-parallel-size {ep} and --expert-tensor-parallel-size {etp} with "
+            f"--tensor-model-parallel-size {tp}: each rank sends tokens of its own; add --sequence-parallel"
+        )
+    for name, size, by in (
+        ("moe_ffn_hidden_size", etp, "expert_tensor_parallel_size"),
+        ("moe_shared_expert_intermediate_size", tp, "tensor_model_parallel_size"),
+    ):
+        if (c.value(name) or size) % size:
+            return f"{flag_of(name)} {c.value(name)} is not divisible by {flag_of(by)} {size}; change one of them"
+    return None
+
+
+def dispatch(c: Config) -> str | None:
+    """How tokens travel; flags of ours that nothing would come of are errors."""
+    p = c.parallel
+    if p.moe_token_dispatcher_type == "flex":
+        return "--moe-token-dispatcher-type flex: not yet in megafp8; use alltoall"
+    if not p.moe_fp8_dispatch:
+        return "--moe-fp8-combine-grad needs --moe-fp8-dispatch; add it" if p.moe_fp8_combine_grad else None
+    if p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size == p.tensor_model_parallel_size:
+        return "--moe-fp8-dispatch: no token travels with --expert-model-parallel-size 1; raise it, or leave this out"
+    if not c.fp8.enabled:
+        return "--moe-fp8-dispatch needs --fp8-format; add --fp8-format e4m3"
+    shown = f"--moe-fp8-dispatch with --fp8-recipe {c.fp8.fp8_recipe}"
+    if not RECIPES[c.fp8.fp8_recipe].tiled:
+        return f"{shown}: a tensor's one scale is known only when all its tokens are there; use blockwise or mxfp8"
+    if c.fp8.fp8_power_of_two_scales is False:
+        return (
+            "--moe-fp8-dispatch with --no-fp8-power-of-two-scales: a receiver's copy by column would round every value "
+            "a second time; use power-of-two scales"
+        )
+    if c.fp8.fp8_input_tile == "2d":
+        return "--moe-fp8-dispatch with --fp8-input-tile 2d: tokens travel by row, each with its scales; use 1d"
+    if p.moe_fp8_combine_grad and c.fp8.fp8_grad_tile == "2d":
+        return "--moe-fp8-combine-grad with --fp8-grad-tile 2d: gradients travel by row; use 1d"
     return None
 
 

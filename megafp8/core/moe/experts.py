@@ -6,7 +6,7 @@ has no bias, and then no output needs to be kept for the weight's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,50 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.mlp import MLP
 from megafp8.fp8 import Linear
+from megafp8.fp8.grouped_rows import RowSpec
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import Init
 from megafp8.step import StepContext
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; counts: int64 [E], rows of
+    each. Rows past the last expert's are nobody's."""
+
+    x: Tensor | QuantizedTensor
+    weights: Tensor
+    counts: Tensor
+
+
 class Experts(nn.ModuleList):
-    """name: global name, e.g. "layers.3.mlp.experts"; an expert's number is global."""
+    """This rank's experts. name: global name, e.g. "layers.3.mlp.experts"; an expert's number is global.
+
+    Under tensor parallelism of experts each gives a part of its output, which whoever sums a token's adds up.
+    """
 
     def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
-        model = build.model
+        model, first, last = build.model, *build.parallel.ep.split(build.model.num_experts)
         super().__init__(
-            MLP(f"{name}.{e}", build, ffn=model.moe_ffn_hidden_size, expert=True, recomputed=recomputed)
-            for e in range(model.num_experts)
+            MLP(f"{name}.{e}", build.experts, ffn=model.moe_ffn_hidden_size, expert=True, recomputed=recomputed)
+            for e in range(first, last)
         )
 
-    def forward(self, x: Tensor, counts: Sequence[int], weights: Tensor, step: StepContext) -> Tensor:
-        """x: [R, hidden], rows by expert; counts: rows of each; weights: FP32 [R]. Returns [R, hidden].
+    @property
+    def row_spec(self) -> RowSpec:
+        """How their input is wanted."""
+        return RowSpec()
+
+    def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
+        """Returns [R, hidden].
 
         An expert without rows runs too: its weights' gradients are zero, and they become ready like all others.
-        Rows past the last expert's are nobody's: zeros.
         """
-        rest = x.shape[0] - sum(counts)
-        *rows, nobodys = x.split([*counts, rest])
-        *parts, _ = weights.split([*counts, rest])
-        outputs = [expert(own, step, part) for expert, own, part in zip(self, rows, parts, strict=True)]
+        counts = rows.counts.tolist()
+        rest = rows.x.shape[0] - sum(counts)
+        *inputs, nobodys = rows.x.split([*counts, rest])
+        *weights, _ = rows.weights.split([*counts, rest])
+        outputs = [expert(own, step, part) for expert, own, part in zip(self, inputs, weights, strict=True)]
         return torch.cat(outputs + [torch.zeros_like(nobodys)] * (rest > 0))
 
 

@@ -1,7 +1,8 @@
-"""A layer's mixture of experts, in place of its MLP: route, permute, run the experts, sum; shared experts beside.
+"""A layer's mixture of experts, in place of its MLP: route, send tokens to experts, run those, sum; shared ones beside.
 
-Under tensor parallelism every rank routes all tokens alike and has a part of each expert. Under sequence parallelism
-the layer gathers the tokens first, and keeps this rank's in the end.
+Where experts are cut as the dense layers are, every tensor-parallel rank routes all tokens alike and has a part of each
+expert; under sequence parallelism it gathers the tokens first, and keeps its own in the end. Elsewhere (expert
+parallelism, another expert tensor parallelism) each rank routes its own tokens, which go to the ranks of their experts.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megafp8.core.build import BuildContext
+from megafp8.core.moe.dispatch import dispatcher_of
 from megafp8.core.moe.experts import Experts, SharedExperts
-from megafp8.core.moe.permutation import Permutation, combine, permute, permute_weights
-from megafp8.core.moe.router import Router
-from megafp8.core.tensor_parallel.mappings import gather_tokens, keep_tokens, sum_gradient
+from megafp8.core.moe.router import Router, Routing
+from megafp8.core.tensor_parallel.mappings import gather_tokens, keep_tokens, sum_gradient, sum_over
 from megafp8.core.transformer import recompute
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.parallel import Axis
@@ -24,26 +25,37 @@ class MoELayer(nn.Module):
 
     def __init__(self, name: str, build: BuildContext, *, recomputed: bool = False) -> None:
         super().__init__()
-        self.tp, self.tokens = build.tp, build.tp if build.sequence_parallel else Axis()
-        build = build.whole_sequences
-        self.router = Router(f"{name}.router", build)
+        tokens = build.tp if build.sequence_parallel else Axis()
+        exchanges = build.exchanges_tokens
+        self.gathered, self.tp = (Axis(), Axis()) if exchanges else (tokens, build.tp)
+        self.router = Router(f"{name}.router", build, tokens=tokens if exchanges else None)
         self.experts = Experts(f"{name}.experts", build, recomputed=recomputed)
+        self.dispatcher = dispatcher_of(build, self.experts)
         shared = build.model.moe_shared_expert_intermediate_size
         self.recompute_shared = "shared_experts" in build.recompute.modules and not recomputed
         inside = recomputed or self.recompute_shared
+        build = build if exchanges else build.whole_sequences
         self.shared_experts = SharedExperts(f"{name}.shared_experts", build, recomputed=inside) if shared else None
+        self.overlap_shared = build.dispatch.overlaps_shared and shared is not None
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
-        x = gather_tokens(x, self.tokens)
+        x = gather_tokens(x, self.gathered)
         routing = self.router(x, sequences, step)
-        order = Permutation.of(routing.experts, len(self.experts))
-        # A rank's part of an expert sees a part of what a weight multiplies.
-        rows, weights = permute(x, order), permute_weights(sum_gradient(routing.weights, self.tp), order)
-        y = combine(self.experts(rows, order.counts.tolist(), weights, step), order)
+        y, shared = self._experts(x, routing, step)
         if self.shared_experts is not None:
-            y = y + self._shared(x, step)
-        return keep_tokens(y, self.tokens)
+            y = y + (self._shared(x, step) if shared is None else shared)
+        return keep_tokens(y, self.gathered)
+
+    def _experts(self, x: Tensor, routing: Routing, step: StepContext) -> tuple[Tensor, Tensor | None]:
+        """The sum of the routed experts' outputs; and that of the shared ones, if they run while tokens travel."""
+        # A tensor-parallel rank's part of an expert sees a part of what tokens and weights give.
+        weights = sum_gradient(routing.weights, self.tp)
+        on_the_way = self.dispatcher.send(sum_gradient(x, self.tp), routing, weights)
+        shared = self._shared(x, step) if self.overlap_shared else None
+        rows = self.dispatcher.receive(on_the_way, training=step.training)
+        y = self.dispatcher.bring_back(self.experts(rows, step), on_the_way)
+        return sum_over(y, self.tp, scatter=False), shared
 
     def _shared(self, x: Tensor, step: StepContext) -> Tensor:
         if self.recompute_shared:

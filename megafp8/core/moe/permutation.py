@@ -12,7 +12,7 @@ Numbers of rows stay on the device: where experts are filled up to whole tiles, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,11 @@ class Permutation:
             room = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
             total = (choices.numel() + min(num_experts, choices.numel()) * (alignment - 1)) // alignment * alignment
         return _filled_up(experts, rows, counts, kept, room, total)
+
+    def cut(self, total: int) -> Permutation:
+        """Without the rows from `total` on, which are nobody's."""
+        rows = self.rows if self.kept is None else self.rows.where(self.kept, 0)
+        return replace(self, choices=self.choices[:total], rows=rows)
 
     @property
     def tokens(self) -> Tensor:
@@ -105,12 +110,14 @@ def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
     return _Spread.apply(flat, order.choices, order.rows.reshape(-1, 1), kept, order.empty).squeeze(1)
 
 
-def _spread(x: Tensor, tokens: Tensor, empty: Tensor | None) -> Tensor:
+def spread(x: Tensor, tokens: Tensor, empty: Tensor | None) -> Tensor:
     rows = x[tokens]
     return rows if empty is None else rows.masked_fill_(empty[:, None], 0)
 
 
-def _sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+    if not len(y):
+        return y.new_zeros(len(rows), y.shape[1])
     picked = y[rows.reshape(-1)].view(*rows.shape, y.shape[1])
     if rows.shape[1] == 1 and kept is None:
         return picked.squeeze(1)
@@ -123,19 +130,19 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, tokens: Tensor, rows: Tensor, kept: Tensor | None, empty: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, kept)
-        return _spread(x, tokens, empty)
+        return spread(x, tokens, empty)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _sums(grad_output, *ctx.saved_tensors), None, None, None, None
+        return sums(grad_output, *ctx.saved_tensors), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, tokens: Tensor, rows: Tensor, kept: Tensor | None, empty: Tensor | None) -> Tensor:
         ctx.save_for_backward(tokens, empty)
-        return _sums(y, rows, kept)
+        return sums(y, rows, kept)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _spread(grad_output, *ctx.saved_tensors), None, None, None, None
+        return spread(grad_output, *ctx.saved_tensors), None, None, None, None

@@ -38,7 +38,7 @@ def comm_plan(
                 f"{size // build.tp.size}, no multiple of the recipe's tiles of {block}: that needs its default tiles, "
                 "--fp8-input-tile 1d --fp8-weight-tile 2d --fp8-grad-tile 1d; or use another size"
             )
-    return CommPlan(build.tp, kind, build.sequence_parallel, build.comm_chunks, grid=grid)
+    return CommPlan(build.tp, kind, build.sequence_parallel, build.comm_chunks, grid=grid, sums=build.sums_outputs)
 
 
 class ColumnParallelLinear(Linear):

@@ -1,0 +1,165 @@
+"""Tokens to the experts of other ranks and back: all-to-all, in two steps that other work can lie between.
+
+    send      rows by rank and expert leave           backward: gradients of rows arrive, summed by token
+    receive   rows arrive, sorted by expert           backward: gradients of rows leave
+    send_back, receive_back: the same the other way
+
+Ranks of the axis hold the experts in turn; with expert tensor parallelism each expert's tokens go to all ranks that
+hold a part of it, whose outputs are parts of a sum. So a token's k choices are k * ETP rows to the sender, and the sum
+over them, in FP32, is the whole output.
+
+What autograd carries from send to receive is a placeholder of the arriving rows' shape, without memory: their bytes
+travel beside it, in `Exchange`, which one forward and its backward share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe.wire import Wire
+from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack, unpack_values
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.parallel import Axis, Pending
+
+
+@dataclass
+class Exchange:
+    """One layer's exchange in one forward, and its backward.
+
+    outgoing: this rank's choices by rank and expert. incoming: the rows that arrived, by expert. sent, received: rows
+    to and from each rank. hidden: width of a row. moving: what is on its way.
+    """
+
+    axis: Axis
+    wire: Wire
+    outgoing: Permutation
+    incoming: Permutation
+    sent: list[int]
+    received: list[int]
+    hidden: int
+    dtype: torch.dtype
+    moving: list[tuple[Tensor, Pending]] = field(default_factory=list)
+
+    @staticmethod
+    def of(axis: Axis, wire: Wire, outgoing: Permutation, x: Tensor, alignment: int) -> Exchange:
+        """Tells all ranks how many rows come, by expert; waits for the numbers, the only wait for the device."""
+        counts = outgoing.counts.view(axis.size, -1)
+        arriving, pending = axis.post_deal(counts, [1] * axis.size, [1] * axis.size)
+        pending.wait()
+        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        experts = torch.arange(counts.shape[1], device=counts.device).repeat(axis.size)
+        rows = experts.repeat_interleave(arriving.view(-1), output_size=sum(received))
+        incoming = Permutation.of(rows[:, None], counts.shape[1], alignment=alignment)
+        return Exchange(axis, wire, outgoing.cut(sum(sent)), incoming, sent, received, x.shape[1], x.dtype)
+
+    def post(self, rows: Tensor, *, back: bool = False) -> None:
+        """Starts to send rows to the experts, or what came of them back."""
+        sides = (self.received, self.sent) if back else (self.sent, self.received)
+        self.moving.append(self.axis.post_deal(rows.contiguous(), *sides))
+
+    def arrived(self) -> Tensor:
+        """What was posted first, once it is there."""
+        rows, pending = self.moving.pop(0)
+        pending.wait()
+        return rows
+
+    def placeholder(self, like: Tensor, *shape: int) -> Tensor:
+        return like.new_zeros(()).expand(shape)
+
+
+def _packed_rows(x: Tensor, exchange: Exchange, quantizer: Quantizer | None) -> Tensor:
+    """The rows of `x` [T, hidden] that leave; in FP8 each token is quantized once."""
+    tokens, filled = exchange.outgoing.tokens, exchange.outgoing.filled
+    if quantizer is None:
+        return spread(x, tokens, exchange.outgoing.empty)
+    if filled:  # rows that fill up are those of a token of zeros
+        x, tokens = torch.nn.functional.pad(x, (0, 0, 0, 1)), tokens.where(tokens >= 0, len(x))
+    return pack(quantizer.quantize(x, rowwise=True).rowwise)[tokens]
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange, rows = exchange, sum(exchange.received)
+        exchange.post(_packed_rows(x, exchange, exchange.wire.tokens))
+        exchange.post(spread(weights.reshape(-1, 1), exchange.outgoing.choices, exchange.outgoing.empty))
+        return exchange.placeholder(x, rows, exchange.hidden), exchange.placeholder(weights, rows)
+
+    @staticmethod
+    def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        exchange, order = ctx.exchange, ctx.exchange.outgoing
+        dx = sums(exchange.arrived(), order.rows, order.kept)
+        each = order.rows.reshape(-1, 1), None if order.kept is None else order.kept.reshape(-1, 1)
+        return dx, sums(exchange.arrived(), *each).view(order.rows.shape), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor, exchange: Exchange, spec: RowSpec) -> tuple[Tensor, Tensor]:
+        ctx.exchange, order = exchange, exchange.incoming
+        arrived = exchange.arrived()
+        if exchange.wire.tokens is not None:
+            arrived = unpack(exchange.wire.tokens, arrived, exchange.hidden)
+        x = take_rows(arrived, order.choices, spec, exchange.dtype)
+        return x, spread(exchange.arrived(), order.choices, order.empty).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        exchange = ctx.exchange
+        back = sums(grad_rows, exchange.incoming.rows, None), sums(grad_weights[:, None], exchange.incoming.rows, None)
+        for part in back:
+            exchange.post(part, back=True)
+        return back[0], back[1].squeeze(1), None, None
+
+
+class _SendBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.post(sums(y, exchange.incoming.rows, None), back=True)
+        return exchange.placeholder(y, sum(exchange.sent), exchange.hidden)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        exchange, order, arrived = ctx.exchange, ctx.exchange.incoming, ctx.exchange.arrived()
+        if exchange.wire.gradients is not None:
+            arrived = unpack_values(exchange.wire.gradients, arrived, exchange.hidden, exchange.dtype)
+        return spread(arrived, order.choices, order.empty), None
+
+
+class _ReceiveBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, order = exchange, exchange.outgoing
+        return sums(exchange.arrived(), order.rows, order.kept)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.post(_packed_rows(grad_output, exchange, exchange.wire.gradients))
+        return exchange.placeholder(grad_output, sum(exchange.sent), exchange.hidden), None
+
+
+def send(x: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """Starts to send tokens x [T, hidden] and their weights FP32 [T, k]; what it returns is for `receive`."""
+    return _Send.apply(x, weights, exchange)
+
+
+def receive(sent: tuple[Tensor, Tensor], exchange: Exchange, spec: RowSpec) -> tuple[Tensor | QuantizedTensor, Tensor]:
+    """The rows for this rank's experts, [R, hidden] as `spec` says, and their weights FP32 [R]."""
+    return _Receive.apply(*sent, exchange, spec)
+
+
+def send_back(y: Tensor, exchange: Exchange) -> Tensor:
+    """Starts to send the experts' outputs [R, hidden] to where their tokens came from."""
+    return _SendBack.apply(y, exchange)
+
+
+def receive_back(sent: Tensor, exchange: Exchange) -> Tensor:
+    """The sum of each token's outputs, [T, hidden]."""
+    return _ReceiveBack.apply(sent, exchange)

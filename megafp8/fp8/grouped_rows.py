@@ -1,0 +1,97 @@
+"""Rows of tokens for grouped linears: picked, quantized by row, and packed for the wire.
+
+A row is quantized by itself, whatever its neighbours, so it may be quantized before it is copied to its expert, before
+it travels or after: the bytes are the same. The colwise copy is made where the rows lie by expert. It is derived from
+the bytes wherever they could have travelled (power-of-two scales, 1D tiles), so that it doesn't depend on whether they
+did; else it comes from the values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.formats import Scale
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
+from megafp8.fp8.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """What a grouped linear wants of the rows it is given.
+
+    quantizer: None for high precision. colwise: backward needs that copy. alignment: each expert's rows begin at a
+    multiple of it, rows of zeros between.
+    """
+
+    quantizer: Quantizer | None = None
+    colwise: bool = False
+    alignment: int = 1
+
+
+def travels(quantizer: Quantizer) -> bool:
+    """Whether rows may travel in FP8: each has its own scales, and the colwise copy can be derived from its bytes."""
+    spec = quantizer.spec
+    return spec.tile.kind == "1d" and spec.scale is not Scale.FP32
+
+
+def take_rows(
+    x: Tensor | QuantizedStorage, index: Tensor, spec: RowSpec, dtype: torch.dtype
+) -> Tensor | QuantizedTensor:
+    """Rows `index` (int64 [R]; -1: zeros) of `x` [T, K], high precision or rowwise FP8, as `spec` wants them."""
+    quantizer = spec.quantizer
+    if quantizer is None:
+        return _pick(x if isinstance(x, Tensor) else x.dequantize(dtype), index)
+    if isinstance(x, Tensor) and not travels(quantizer):
+        return QuantizedTensor(quantizer.quantize(_pick(x, index), True, spec.colwise), dtype)
+    stored = quantizer.quantize(x, rowwise=True).rowwise if isinstance(x, Tensor) else x
+    rows = _pick_stored(stored, index)
+    return QuantizedTensor(Quantized(rows, quantizer.derive_colwise(rows) if spec.colwise else None), dtype)
+
+
+def _pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    if not len(x):
+        return x.new_full((len(index), *x.shape[1:]), fill)
+    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
+
+
+def _pick_stored(x: QuantizedStorage, index: Tensor) -> QuantizedStorage:
+    """Rows of 1D-tiled storage; what is filled up has the bytes and scales of zeros."""
+    data = _pick(x.data.view(torch.uint8), index).view(x.data.dtype)
+    if x.scale is Scale.E8M0:
+        scale_inv = _pick(x.scale_inv.view(torch.uint8), index).view(x.scale_inv.dtype)
+    else:
+        scale_inv = gemm_layout(_pick(x.scale_inv, index, 1.0), x.tile)
+    return QuantizedStorage(data, scale_inv, x.tile, x.scale, x.orientation)
+
+
+def row_bytes(quantizer: Quantizer, features: int) -> int:
+    """Bytes of a packed row: a byte a feature, and its scales."""
+    scales = quantizer.spec.tile.scale_shape(1, features)[1]
+    return features + scales * (1 if quantizer.spec.scale is Scale.E8M0 else 4)
+
+
+def pack(rows: QuantizedStorage) -> Tensor:
+    """uint8 `[T, row_bytes]`: each row's data, then its scales."""
+    scales = rows.scale_inv.contiguous().view(torch.uint8)
+    return torch.cat([rows.data.view(torch.uint8), scales], 1)
+
+
+def unpack(quantizer: Quantizer, packed: Tensor, features: int) -> QuantizedStorage:
+    """The rows that were packed, `[T, features]`."""
+    spec = quantizer.spec
+    data, scales = packed.split([features, packed.shape[1] - features], 1)
+    scale_dtype = torch.float8_e8m0fnu if spec.scale is Scale.E8M0 else torch.float32
+    parts = (part.clone(memory_format=torch.contiguous_format) for part in (data, scales))  # of one row too
+    stored = tuple(p.view(d) for p, d in zip(parts, (spec.format.dtype, scale_dtype), strict=True))
+    assert math.prod(stored[1].shape) == math.prod(spec.tile.scale_shape(*data.shape)), packed.shape
+    return quantizer.store(stored, "rowwise")
+
+
+def unpack_values(quantizer: Quantizer, packed: Tensor, features: int, dtype: torch.dtype) -> Tensor:
+    """Their values, in `dtype`."""
+    return unpack(quantizer, packed, features).dequantize(dtype)
