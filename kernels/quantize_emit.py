@@ -66,8 +66,8 @@ def store_transposed(ptr, y, m0, k0, M, M_end, K, FMAX: gl.constexpr, EVEN: gl.c
 
 @jit
 def record_amax(ptr, x):
-    """Raises the FP32 at ptr to x's amax. (Bits of non-negative floats are ordered as integers; the order of maxima does
-    not matter.)"""
+    """Raises the FP32 at ptr to x's amax. (Bits of non-negative floats are ordered as integers; the order of maxima
+    does not matter.)"""
     gl.atomic_max(ptr.to(gl.pointer_type(gl.int32)), max_of_all(x).to(gl.int32, bitcast=True), sem="relaxed")
 
 
