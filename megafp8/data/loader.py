@@ -69,10 +69,10 @@ class _Collate:
 
 
 def _start_worker(worker: int) -> None:
-    # SIGTERM and SIGINT often reach the whole process group: the trainer needs its workers until it has saved. They
-    # leave when the loader is closed, or the trainer dies.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals to stop often reach the whole process group: the trainer needs its workers until it has saved. They leave
+    # when the loader is closed, or the trainer dies.
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Loader:

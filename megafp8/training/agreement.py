@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from megafp8.parallel import ParallelContext
+from megafp8.training.held import HostCopy
 
 
 class Agreement:
@@ -22,12 +22,12 @@ class Agreement:
 
     def __init__(self, parallel: ParallelContext, device: torch.device) -> None:
         self._parallel, self._device = parallel, device
-        self._last: Tensor | None = None
+        self._last: HostCopy | None = None
 
     def agree(self, wishes: Sequence[int]) -> list[int]:
         """wishes: numbers of 0 or more; every rank calls it with as many."""
         if self._parallel.world_size == 1:
             return list(wishes)
         now = torch.tensor(wishes, dtype=torch.int32).to(self._device, non_blocking=True)
-        last, self._last = self._last, self._parallel.everyone.max_(now)
-        return [0] * len(wishes) if last is None else last.tolist()
+        last, self._last = self._last, HostCopy(self._parallel.everyone.max_(now))
+        return [0] * len(wishes) if last is None else last.read().tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from megafp8.data import Batch
@@ -14,7 +14,7 @@ class IterationBatches:
     """This rank's microbatches of an iteration; every `iter()` gives them from the first one on.
 
     source: where they come from, shared with the iterations after. first_sample, samples: of the global batch, in the
-    order of the training data. waited: seconds spent on waiting for data.
+    order of the training data. waited: seconds spent on waiting for data. at: told (iteration, phase) of each wait.
     """
 
     iteration: int
@@ -23,13 +23,16 @@ class IterationBatches:
     first_sample: int
     samples: int
     waited: float = 0.0
+    at: Callable[[int, str], None] = lambda iteration, phase: None
     _kept: list[Batch] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.count):
             if number == len(self._kept):
                 begin = time.perf_counter()
+                self.at(self.iteration, "data")
                 self._kept.append(next(self.source))
+                self.at(self.iteration, "forward and backward")
                 self.waited += time.perf_counter() - begin
             yield self._kept[number]
 

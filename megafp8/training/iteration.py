@@ -54,6 +54,7 @@ class IterationRunner:
         if self._reruns.active:
             output, watch = self._checked(batches, output, watch, before)
         noisy = self._report(watch, batches.iteration) if watch is not None else set()
+        batches.at(batches.iteration, "update")
         stats = self._update(output, schedule_samples)
         before[0].restore_where(stats.nan)
         self._last = batches, HostCopy(stats.nan)

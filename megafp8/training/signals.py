@@ -1,12 +1,15 @@
-"""Signals: SIGTERM (a scheduler's notice) or SIGINT ends the run after the iteration in hand, with a checkpoint."""
+"""Signals: SIGTERM or SIGUSR1 (a scheduler's notice), or SIGINT, ends the run after the iteration in hand, with a
+checkpoint."""
 
 from __future__ import annotations
 
 import signal
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class StopSignal:
-    """Remembers the first SIGTERM or SIGINT; a second SIGINT interrupts at once. A context manager."""
+    """Remembers the first of SIGNALS; a second SIGINT interrupts at once. A context manager."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -18,7 +21,7 @@ class StopSignal:
         self.received = number
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -27,6 +27,7 @@ from megafp8.training.saving import Outcome, Saves
 from megafp8.training.signals import StopSignal
 from megafp8.training.step import evaluate
 from megafp8.training.throughput import IntervalTimer, max_memory_gib
+from megafp8.training.watchdog import build_watchdog
 
 
 class Trainer:
@@ -55,6 +56,7 @@ class Trainer:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
                 self.log.note(note)
         self._runner = self._build_runner()
+        self._watchdog = build_watchdog(self.config, parts.parallel)
 
     def _build_runner(self) -> IterationRunner:
         fp8, train, since = self.config.fp8, self.config.train, self.progress.fallen
@@ -104,7 +106,7 @@ class Trainer:
     def run(self) -> int:
         """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), 1 when the last save
         failed, or one of rerun.py's codes."""
-        with StopSignal() as stop:
+        with StopSignal() as stop, self._watchdog:
             try:
                 if not self.config.train.skip_train:
                     self._train(stop)
@@ -139,6 +141,7 @@ class Trainer:
         if self.progress.iteration >= self.total_iterations:
             self.log.note(f"all {self.total_iterations} iterations are done: nothing left to train")
         while self.progress.iteration < self.total_iterations:
+            self._watchdog.at(self.progress.iteration + 1, "data")
             if batches is None:
                 batches = self._training_batches()
             pending += self._iteration(batches)
@@ -147,6 +150,7 @@ class Trainer:
             reason = self._reason_to_stop(stop)
             last = iteration == self.total_iterations
             if pending and (iteration % logging.log_interval == 0 or last or reason):
+                self._watchdog.at(iteration, "log")
                 self._write_lines(pending, timer.lap())
                 pending = []
             with timer.paused():
@@ -180,7 +184,8 @@ class Trainer:
         count = batch_size // (train.micro_batch_size * parts.parallel.dp.size)
         samples = self.progress.schedule_samples
         iteration = self.progress.iteration + 1
-        own = IterationBatches(iteration, batches, count, self.progress.consumed_samples, batch_size)
+        consumed = self.progress.consumed_samples
+        own = IterationBatches(iteration, batches, count, consumed, batch_size, at=self._watchdog.at)
         if any(first <= iteration <= last for first, last in train.skipped_ranges):
             for _ in own:
                 pass
@@ -260,10 +265,11 @@ class Trainer:
             dp_rank=parts.parallel.dp.rank,
             dp_size=parts.parallel.dp.size,
         )
+        self._watchdog.at(self.progress.iteration, "evaluation")
         count = train.eval_iters * train.global_batch_size // (train.micro_batch_size * parts.parallel.dp.size)
         return evaluate(
             parts.model,
-            batches,
+            self._watchdog.passing(batches),
             count=count,
             scaling=parts.scaling,
             device=parts.device,
@@ -278,6 +284,7 @@ class Trainer:
         return stopping or bool(checkpoint.save_interval and iteration % checkpoint.save_interval == 0)
 
     def _save(self) -> None:
+        self._watchdog.at(self.progress.iteration, "save")
         self._saved_iteration = self.progress.iteration
         self._report(self._saves.save(self.progress))
 

@@ -87,7 +87,7 @@ def test_the_first_layer_and_role_are_named_once_with_the_samples(corpus, tmp_pa
 def test_a_trace_leaves_no_trace(corpus, tmp_path):
     """A run that traces a skipped step goes on as one that doesn't."""
     for name in ("traced", "not"):
-        nothing = mock.patch.object(IterationRunner, "_look_back", lambda self: False)
+        nothing = mock.patch.object(IterationRunner, "_look_back", return_value=False)
         with plant(infinite_output), nothing if name == "not" else mock.MagicMock():
             assert run(*command(corpus, tmp_path / name, recipe="delayed")) == 0
     assert metrics(tmp_path / "traced")[0] == metrics(tmp_path / "not")[0]
