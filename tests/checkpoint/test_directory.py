@@ -3,10 +3,6 @@
 import errno
 import gc
 import os
-import random
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
@@ -188,52 +184,9 @@ def test_saving_the_latest_again_does_not_delete_it(tmp_path):
     assert_equal_items(load(tmp_path)[1], make_items(2))
 
 
-SAVER = """
-import sys, torch
-from megafp8.checkpoint import save_checkpoint
-from megafp8.params import StateItem
-save = sys.argv[1]
-print("ready", flush=True)
-for iteration in range(1, 10**6):
-    items = {f"model/{i}": StateItem.whole(torch.full((40_000,), float(iteration))) for i in range(3)}
-    if save_checkpoint(save, (iteration - 1) % 7 + 1, items, {"round": iteration}, retain_interval=3) is None:
-        sys.exit(3)
-    print(iteration, flush=True)
-"""
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tmp_path, kills):
-    """Saves also replace iterations and delete old ones. The saver prints only after a save, and does nothing else
-    between two, so every kill falls inside a save or its publishing."""
-    rng = random.Random(kills)
-    announced = 0
-    for _ in range(kills):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert process.stdout.readline() == b"ready\n"
-        for _ in range(rng.randint(1, 4)):
-            announced = int(process.stdout.readline())
-        time.sleep(rng.random() * 0.03)
-        process.kill()
-        rest = process.stdout.read().split()
-        process.wait()
-        announced = max([announced, *(int(line) for line in rest)]) if rest else announced
-        found = find_checkpoint(tmp_path)
-        wanted = {f"model/{i}": StateItem.whole(torch.full((40_000,), -77.0)) for i in range(3)}
-        load_checkpoint(found.directory, wanted)
-        (value,) = {float(v) for item in wanted.values() for v in item.tensor.unique()}
-        assert value == found.metadata["round"]
-        assert value >= announced, "a save that had ended was lost"
-        announced = 0
-
-
 def test_memory_and_size_stay_flat_over_saves(tmp_path):
     """CASES 89."""
-    items = {f"optimizer/{i}": StateItem.whole(torch.randn(250_000)) for i in range(8)}
+    items = {f"optimizer/{i}": StateItem.whole(torch.randn(100_000)) for i in range(8)}
     process = psutil.Process()
     sizes, resident = [], []
     for iteration in range(1, 13):
