@@ -63,14 +63,18 @@ def find_checkpoint(
     first = _first(load, step, before)
     if first is None:
         return None
-    try:
-        return _found(checkpoint_path(load, first))
-    except DamagedFileError as error:
-        older = find_checkpoint(load, before=first, fallback=True) if fallback else None
-        if older is None:
-            raise
-        log.warning("--load-fallback: %s; taking iteration %d", error, older.iteration)
-        return older
+    older = [iteration for iteration in reversed(saved_iterations(load)) if iteration < first]
+    damage: list[DamagedFileError] = []
+    for iteration in [first, *(older if fallback else ())]:
+        try:
+            found = _found(checkpoint_path(load, iteration))
+        except DamagedFileError as error:
+            damage.append(error)
+            continue
+        for error in damage:
+            log.warning("--load-fallback: %s; taking iteration %d", error, iteration)
+        return found
+    raise damage[0]
 
 
 def _first(load: Path, step: int | None, before: int | None) -> int | None:
