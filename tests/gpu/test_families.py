@@ -93,5 +93,7 @@ def test_attention_of_unlike_widths_and_windows(window, documents, channels):
         out.backward(grad.to(out.dtype))
         outs.append(out)
     assert relative_error(outs[1], outs[0]) < 1e-2
+    # A token that sees itself alone has a constant softmax: gradients of q and k are 0, and rounding that of v's size.
+    least = exact[2].grad.norm() if window == 0 else 0.0
     for a, b in zip(fast, exact, strict=True):
-        assert relative_error(a.grad, b.grad) < 2e-2
+        assert (a.grad - b.grad).norm() < 2e-2 * max(b.grad.norm(), least)
