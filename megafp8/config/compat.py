@@ -164,7 +164,6 @@ NOT_YET = (
     *not_yet("another order of ranks", "--use-tp-pp-dp-mapping", needs_ranks=True),
     *not_yet("gather overlapped with the update", "--overlap-param-gather-with-optimizer-step", needs_ranks=True),
     *not_yet("comparison of weights over ranks", "--check-weight-hash-across-dp-replicas-interval X", needs_ranks=True),
-    *not_yet("optimizer state below FP32", "--use-precision-aware-optimizer"),
     *not_yet("a batch size of its own for evaluation", "--eval-global-batch-size X"),
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),

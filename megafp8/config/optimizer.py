@@ -34,6 +34,20 @@ class OptimizerConfig:
     decoupled_min_lr: float | None = flag(
         None, "Final learning rate of embedding and LM head.", shown_default="--min-lr"
     )
+    lr_multipliers: tuple[str, ...] = flag(
+        (),
+        "Factors of the learning rate by parameter name, e.g. 'layers.*.mlp.experts.*=0.5'; the last match counts.",
+        nargs="+",
+        metavar="PATTERN=FACTOR",
+        shown_default="none",
+    )
+    weight_decay_multipliers: tuple[str, ...] = flag(
+        (),
+        "Factors of the weight decay by parameter name, e.g. 'embedding.*=0'; the last match counts.",
+        nargs="+",
+        metavar="PATTERN=FACTOR",
+        shown_default="none",
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         "On resume take the schedule from the flags, not from the checkpoint.",
@@ -61,4 +75,32 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, "Scale gradients down to this L2 norm over all parameters; 0 is off.")
     use_distributed_optimizer: bool = flag(
         False, "Shard masters and moments over the data-parallel ranks (ZeRO-1; no effect on one rank)."
+    )
+    use_precision_aware_optimizer: bool = flag(
+        False,
+        "Let --exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders store state of matrices below FP32; "
+        "norms and biases stay in FP32.",
+    )
+    main_params_dtype: str = flag(
+        "fp32", "Precision of the masters; --store-param-remainders halves their memory.", choices=("fp32", "fp16")
+    )
+    main_grads_dtype: str = flag("fp32", "Precision in which gradients are added up.", choices=("fp32", "bf16"))
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "First moment: 4 bytes a parameter, bf16 2 (rounded stochastically), fp8 1.08 (blocks of 64 with an expanded "
+        "range).",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+    )
+    exp_avg_sq_dtype: str = flag("fp32", "Second moment; as --exp-avg-dtype.", choices=("fp32", "fp16", "bf16", "fp8"))
+    store_param_remainders: bool = flag(
+        False,
+        "Keep of each FP32 master only the 16 bits that its BF16 weight lacks: exact, 2 bytes a parameter less. "
+        "Weights are then rounded half up instead of to even.",
+    )
+    keep_optimizer_state_in_fp32: tuple[str, ...] = flag(
+        (),
+        "Parameters whose masters and moments stay in FP32 under --use-precision-aware-optimizer, e.g. 'embedding.*'.",
+        nargs="+",
+        metavar="PATTERN",
+        shown_default="none",
     )

@@ -64,6 +64,25 @@ def iteration_ranges(flag: str, texts: tuple[str, ...]) -> tuple[tuple[int, int]
     return tuple(ranges)
 
 
+def multipliers(flag: str, texts: tuple[str, ...]) -> dict[str, float]:
+    """Returns pattern -> factor of each of `texts`, `PATTERN=FACTOR`, in their order.
+
+    Raises:
+        ValueError: not of that form, or a factor that is negative or no number.
+    """
+    factors = {}
+    for text in texts:
+        pattern, equals, factor = text.rpartition("=")
+        try:
+            value = float(factor)
+        except ValueError:
+            value = -1.0
+        if not (equals and pattern.strip() and 0 <= value < float("inf")):
+            raise ValueError(f"{flag} {text}: give PATTERN=FACTOR, a factor of 0 or more, e.g. 'layers.*.mlp.*=0.5'")
+        factors[pattern.strip()] = value
+    return factors
+
+
 def _evaluate(flag: str, text: str) -> int | list:
     wrong = ValueError(f"{flag} {text}: give a number, or a list of zeros and ones such as [0]*3+[1]*58")
     try:

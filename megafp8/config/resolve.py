@@ -6,6 +6,7 @@ required flags are there (validate.py checks it first); they check nothing else.
 
 from collections.abc import Mapping
 
+from megafp8.config.batch_size import parse_steps
 from megafp8.config.config import Config
 from megafp8.config.fp8 import DEFAULT_RECIPE
 
@@ -133,8 +134,22 @@ def _fp8(config: Config) -> Config:
 
 
 def _batch(config: Config) -> Config:
+    if config.train.step_batch_size_schedule is not None:
+        config = _batch_steps(config)
     if config.train.global_batch_size is None:
         return config.replace(global_batch_size=config.train.micro_batch_size * config.parallel.data_parallel_size)
+    return config
+
+
+def _batch_steps(config: Config) -> Config:
+    texts = config.train.step_batch_size_schedule
+    try:
+        steps = parse_steps(texts, config.data.seq_length)
+    except ValueError as error:
+        raise ValueError(f'--step-batch-size-schedule "{" ".join(texts)}": {error}') from None
+    config = config.replace(batch_size_steps=tuple(number for step in steps for number in step))
+    if config.train.global_batch_size is None:
+        return config.replace(global_batch_size=max(size for _, size in steps))
     return config
 
 

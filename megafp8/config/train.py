@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megafp8.config.flags import flag
+from megafp8.config.flags import derived, flag
 from megafp8.config.patterns import iteration_ranges
 
 
@@ -23,6 +23,15 @@ class TrainConfig:
         metavar="N",
         shown_default="off",
     )
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        'Change the global batch in steps: TOKENS:SAMPLES pairs such as "0:768 250B:1536" (suffixes K, M, B, T), of '
+        "consumed tokens and the batch from there on. --global-batch-size is then the largest.",
+        nargs="+",
+        metavar="TOKENS:SAMPLES",
+        shown_default="off",
+    )
+    batch_size_steps: tuple[int, ...] = derived(())  # consumed samples and samples of a step, in turn
     train_iters: int | None = flag(None, "Length of the whole training in iterations; or give --train-samples.")
     train_samples: int | None = flag(None, "Length of the whole training in samples; or give --train-iters.")
     eval_interval: int = flag(1000, "Iterations between evaluations on the validation set.")

@@ -1,8 +1,8 @@
 """How optimizer state is stored below FP32: formats, rounding and random bits, in PyTorch.
 
 BF16 moments round stochastically: to a neighbour with a probability that makes the expected value exact, so that steps
-far below BF16's resolution are not lost. The random bits are a function of (seed, step, parameter's global name and box,
-element in it), so they depend neither on the number of data-parallel ranks nor on what ran before.
+far below BF16's resolution are not lost. The random bits are a function of seed, step, the parameter's global name and
+box, and the element in it, so they depend neither on the number of data-parallel ranks nor on what ran before.
 
 FP8 moments: 64 elements share an amax `a` and an expansion `k`, one of 8, 4, 2, 1, 1/2, 1/4, and are stored as E4M3
 bytes of `448 (|x| / a)^k`, rounded stochastically, with their sign. That is the dynamic range expansion of COAT (Xi et

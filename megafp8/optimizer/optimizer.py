@@ -18,7 +18,7 @@ from megafp8.fp8.param import Weight
 from megafp8.optimizer.adamw import step_scalars
 from megafp8.optimizer.buffers import GradBuffers, entry_of, launch_order
 from megafp8.optimizer.codecs import key_of
-from megafp8.optimizer.groups import default_groups, rates_of
+from megafp8.optimizer.groups import check_patterns, default_groups, groups_of, precision_of, rates_of
 from megafp8.optimizer.layout import Bucket, BufferLayout, Entry, Group, Shard
 from megafp8.optimizer.norm import Measure, clip_coefficient
 from megafp8.optimizer.precision import FP32_STATE, Precision
@@ -165,6 +165,11 @@ class Optimizer:
             BufferUpdate(shard, rows, keys, *state, weights, fused=fused)
             for shard, *state, weights in zip(self.shards, *states, self._flat_weights, strict=True)
         ]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Global names of the trained parameters of all pipeline stages."""
+        return self._stages.names
 
     def groups(self) -> dict[str, Group]:
         """Global name -> group, in the order of names."""
@@ -364,12 +369,17 @@ def build_optimizer(
     o = config.optimizer
     options = AdamWOptions(beta1=o.adam_beta1, beta2=o.adam_beta2, eps=o.adam_eps, clip_grad=o.clip_grad)
     params = list(params)
-    return Optimizer(
+    specs = {spec.name: spec for spec, _ in params}
+    optimizer = Optimizer(
         params,
         options,
         seed=config.train.seed,
-        groups=default_groups({spec.name: spec for spec, _ in params}, decoupled),
+        groups=groups_of(specs, config, decoupled),
+        precisions={name: precision_of(name, config, decay=spec.decay) for name, spec in specs.items()},
         parallel=parallel,
         sharding=Sharding.of(config),
         scaling=scaling,
     )
+    if parallel.ep.size == 1:  # else other ranks' experts have other names
+        check_patterns(optimizer.all_names, config)
+    return optimizer

@@ -14,7 +14,7 @@ SCRIPTS = {
     "gpt3_175b": set(),
     "mixtral_8x7b": {"Weights & Biases"},
     "qwen3_30b_a3b": set(),
-    "deepseek_v3": {"Weights & Biases", "optimizer state below FP32"},
+    "deepseek_v3": {"Weights & Biases"},
 }
 
 

@@ -30,6 +30,20 @@ EP4 = "--expert-model-parallel-size 4"
 CASES = {
     # batches
     "--rampup-batch-size 3 2 9 --global-batch-size 8": ["--rampup-batch-size 3 2 9", "--global-batch-size 8"],
+    "--step-batch-size-schedule 0:3 99:8": ["--step-batch-size-schedule", "3 is not divisible by", "multiple of 2"],
+    # optimizer state
+    "--main-params-dtype fp16": ["--main-params-dtype fp16", "use --store-param-remainders"],
+    "--main-grads-dtype bf16": ["--main-grads-dtype bf16", "use --grad-reduce-in-bf16"],
+    "--exp-avg-dtype fp16": ["--exp-avg-dtype fp16", "use bf16"],
+    "--exp-avg-sq-dtype fp8": ["--exp-avg-sq-dtype fp8", "needs --use-precision-aware-optimizer"],
+    "--store-param-remainders --bf16": ["--store-param-remainders", "needs --use-precision-aware-optimizer"],
+    "--use-precision-aware-optimizer --store-param-remainders": ["--store-param-remainders", "needs --bf16"],
+    f"{FP8} --use-precision-aware-optimizer --store-param-remainders --use-distributed-optimizer --fp8-param-gather": [
+        *("--store-param-remainders", "contradicts --fp8-param-gather"),
+    ],
+    "--keep-optimizer-state-in-fp32 a.*": ["--keep-optimizer-state-in-fp32 a.*", "all state is FP32"],
+    "--lr-multipliers a=b": ["--lr-multipliers a=b", "PATTERN=FACTOR"],
+    "--weight-decay-multipliers a=-1": ["--weight-decay-multipliers a=-1", "PATTERN=FACTOR"],
     # model
     "--num-attention-heads 3": ["--hidden-size 64", "--num-attention-heads 3", "--kv-channels"],
     "--group-query-attention --num-query-groups 3": ["--num-attention-heads 4", "--num-query-groups 3"],

@@ -28,3 +28,15 @@ def test_the_batch_grows_and_a_resume_continues(tmp_path):
     again = metrics(tmp_path / "b")[0]
     for name in ("lm_loss", "grad_norm", "global_batch_size", "consumed_samples", "learning_rate"):
         assert [line[name] for line in again] == [line[name] for line in lines], name
+
+
+def test_the_batch_changes_in_steps(tmp_path):
+    """Thresholds are tokens, 32 a sample here."""
+    prefix = write_corpus(tmp_path)
+    steps = ("--train-samples", "40", "--step-batch-size-schedule", "0:4 256:12", "1K:8")
+    base = [f for i, f in enumerate(flags(prefix)) if not _counts_iterations(flags(prefix), i)]
+    batch = [i for i, f in enumerate(base) if f == "--global-batch-size" or base[i - 1] == "--global-batch-size"]
+    base = [f for i, f in enumerate(base) if i not in batch]
+    assert run(*base, *steps, "--lr-warmup-samples", "8", "--log-interval", "1", "--log-dir", str(tmp_path / "a")) == 0
+    lines = metrics(tmp_path / "a")[0]
+    assert [line["global_batch_size"] for line in lines] == [4, 4, 12, 12, 8]

@@ -52,6 +52,8 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     training.recompute,
     training.checkpoints,
     schedule.optimizer,
+    schedule.precision,
+    schedule.multiplied,
     schedule.schedule_units,
     schedule.warmup,
     schedule.wsd,

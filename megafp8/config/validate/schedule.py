@@ -1,6 +1,7 @@
 """Checks of the optimizer's flags and of the learning-rate schedule."""
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.patterns import multipliers
 
 
 def optimizer(c: Config) -> str | None:
@@ -19,6 +20,41 @@ def optimizer(c: Config) -> str | None:
         )
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         return "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler; leave one out"
+    return None
+
+
+def precision(c: Config) -> str | None:
+    """Masters and moments below FP32."""
+    o = c.optimizer
+    if o.main_params_dtype != "fp32":
+        return (
+            f"--main-params-dtype {o.main_params_dtype}: masters are FP32; use --store-param-remainders, which is exact"
+        )
+    if o.main_grads_dtype != "fp32":
+        return f"--main-grads-dtype {o.main_grads_dtype}: gradients are added up in FP32; use --grad-reduce-in-bf16"
+    lower = [f"{flag_of(n)} {c.value(n)}" for n in ("exp_avg_dtype", "exp_avg_sq_dtype") if c.value(n) != "fp32"]
+    for shown in lower:
+        if shown.endswith("fp16"):
+            return f"{shown}: its range is too small for moments; use bf16"
+    lower += ["--store-param-remainders"] * o.store_param_remainders
+    if lower and not o.use_precision_aware_optimizer:
+        return f"{lower[0]} needs --use-precision-aware-optimizer; add it"
+    if o.keep_optimizer_state_in_fp32 and not lower:
+        shown = " ".join(o.keep_optimizer_state_in_fp32)
+        return f"--keep-optimizer-state-in-fp32 {shown}: all state is FP32; leave it out, or lower --exp-avg-dtype"
+    if o.store_param_remainders and not c.train.bf16:
+        return "--store-param-remainders needs --bf16: the weights are the masters' upper halves; add it"
+    if o.store_param_remainders and c.fp8.fp8_param_gather:
+        return "--store-param-remainders contradicts --fp8-param-gather, which keeps no BF16 weights; leave one out"
+    return None
+
+
+def multiplied(c: Config) -> str | None:
+    for name in ("lr_multipliers", "weight_decay_multipliers"):
+        try:
+            multipliers(flag_of(name), c.value(name))
+        except ValueError as error:
+            return str(error)
     return None
 
 

@@ -71,6 +71,27 @@ def rampup(c: Config) -> str | None:
     return None
 
 
+def batch_steps(c: Config) -> str | None:
+    """Every size must be dealt out evenly, and the largest is the global batch."""
+    t = c.train
+    if t.step_batch_size_schedule is None:
+        return None
+    shown = f'--step-batch-size-schedule "{" ".join(t.step_batch_size_schedule)}"'
+    micro = t.micro_batch_size * c.parallel.data_parallel_size
+    if t.rampup_batch_size is not None:
+        return f"{shown} contradicts --rampup-batch-size; leave one out"
+    for size in t.batch_size_steps[1::2]:
+        if size % micro:
+            return (
+                f"{shown}: {size} is not divisible by --micro-batch-size {t.micro_batch_size} x "
+                f"{c.parallel.data_parallel_size} data-parallel rank(s); make it a multiple of {micro}"
+            )
+    largest = max(t.batch_size_steps[1::2])
+    if t.global_batch_size != largest:
+        return f"--global-batch-size {t.global_batch_size} is not the largest of {shown}; leave it out"
+    return None
+
+
 def length(c: Config) -> str | None:
     t = c.train
     if t.train_iters is not None and t.train_samples is not None:
