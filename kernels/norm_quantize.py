@@ -129,6 +129,57 @@ def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr
          (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), epsilon, T, H, SPEC, EVEN)
 
 
+@jit
+def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
+                     scale_ptr, record_ptr, T, stride_t, row_scale_ld, col_scale_ld, eps, epsilon, H: gl.constexpr,
+                     WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr,
+                     ROWS_K: gl.constexpr, ROWS_C: gl.constexpr, SLAB: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Both orientations in one launch: x is read from memory once.
+
+    Programs of one kind make rstd of ROWS rows, those of the other kind a register tile. The rstds of a slab of SLAB
+    rows come before the tiles of the slab before it, so that what a tile waits for was begun long ago, and its x is
+    still in L2. Programs start in the order of their numbers, so nobody waits for one that cannot start.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    STATS: gl.constexpr = SLAB // ROWS
+    TILES: gl.constexpr = (SLAB // BLOCK_M) * ((H + BLOCK_K - 1) // BLOCK_K)
+    slab = gl.program_id(0) // (STATS + TILES)
+    index = gl.program_id(0) % (STATS + TILES)
+    if index < STATS:
+        t0 = slab.to(gl.int64) * SLAB + index * ROWS
+        if t0 < T:
+            L: gl.constexpr = tile_layout(ROWS, ROWS_K, 1, ROWS_C, W)
+            squares = gl.zeros((ROWS, ROWS_K), gl.float32, layout=L)
+            for k0 in gl.static_range(0, H, ROWS_K):
+                rows, cols = tile_indices(t0, k0, ROWS, ROWS_K, L)
+                x = to_f32(load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), tile_mask(rows, cols, T, H),
+                                        EVEN and k0 + ROWS_K <= H))
+                squares += x * x
+            rstd = row_rstd(squares, H, eps)
+            rows = t0 + gl.arange(0, ROWS, layout=layout_of(rstd))
+            gl.store(rstd_ptr + rows, rstd, mask=rows < T)
+            gl.thread_barrier()
+            gl.atomic_add(done_ptr + t0 // BLOCK_M, 1, sem="release")
+    elif slab > 0:
+        t0, h0 = tile_origin(index - STATS, H, BLOCK_M, BLOCK_K)
+        t0 += (slab - 1).to(gl.int64) * SLAB
+        if t0 < T:
+            rows, cols = tile_indices(t0, h0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+            mask = tile_mask(rows, cols, T, H)
+            x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
+            needed = gl.cdiv(gl.minimum(T - t0, BLOCK_M), ROWS)
+            while gl.atomic_add(done_ptr + t0 // BLOCK_M, 0, sem="acquire") < needed:
+                pass
+            gl.thread_barrier()
+            rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0, cache_modifier=".cg")
+            y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, EVEN)
+            if y_ptr is not None:
+                gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
+            emit(round_through(y, dtype), t0, h0, (row_ptr, row_scale_ptr, None, row_scale_ld),
+                 (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, None, record_ptr), epsilon, T, H, SPEC, EVEN)
+
+
 class NormQuantized(NamedTuple):
     """rowwise, colwise: (data, scale_inv) or None; rstd: FP32 [T]; y: x's dtype [T, h] or None."""
 
@@ -163,6 +214,8 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
     if col is None:
         made = _norm_rows(x, weight, y, row, spec, scaling, **norm)
         return NormQuantized(row, col, made if rstd is None else rstd, y)
+    if rstd is None and scaling.amax is None and chosen("norm both").slab:
+        return NormQuantized(row, col, _norm_both(x, weight, y, row, col, spec, scaling, **norm), y)
     if rstd is None:
         rstd = _norm_rows(x, weight, None, None, spec, UNSCALED, **norm)
     _norm_tiles(x, weight, rstd, y, row, col, spec, scaling, weight_offset)
@@ -205,6 +258,25 @@ def _norm_rows(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
             x, weight, rstd, y, *pointers(row), *scaling, T, x.stride(0), scale_ld(row), eps,
             tile_epsilon(spec) if spec is not None else 0.0, H=H, WEIGHT_OFFSET=weight_offset, HELD=config.held,
             EVEN=T % config.block_m == 0, **options, **config.options())
+    return rstd
+
+
+def _norm_both(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, col: Stored, spec: Spec,
+               scaling: TensorScaling, *, eps: float, weight_offset: float) -> Tensor:
+    """rstd; writes y, row and col where given, in one launch."""
+    T, H = x.shape
+    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    config, rows = chosen("norm both"), norm_rows_config(H)
+    if T:
+        each = max(1, config.num_warps // rows.num_warps)  # rows a program; as many warps a row as norm_rows_kernel has
+        done = torch.zeros(-(-T // config.block_m), dtype=torch.int32, device=x.device)
+        slab = config.slab
+        programs = slab // each + slab // config.block_m * -(-H // config.block_k)
+        norm_both_kernel[((-(-T // slab) + 1) * programs,)](
+            x, weight, rstd, done, y, *pointers(row), *pointers(col), scaling.scale, scaling.record, T, x.stride(0),
+            scale_ld(row), scale_ld(col), eps, tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset,
+            EVEN=config.even(T, H), ROWS=each, ROWS_K=rows.block_k, ROWS_C=rows.c, SLAB=slab, **spec_arguments(spec),
+            **config.options())
     return rstd
 
 

@@ -16,7 +16,7 @@ class Config(NamedTuple):
 
     r, c: rows and columns of the tile that a thread owns side by side (see quantize_device).
     maxnreg: register cap a thread, 0 for none. ctas: programs a multiprocessor of kernels that walk over tiles.
-    held: see `NormRows`.
+    held: see `NormRows`. slab: rows whose rstd is made before the tiles of the rows before them, in one launch; 0: two.
     """
 
     block_m: int
@@ -27,6 +27,7 @@ class Config(NamedTuple):
     maxnreg: int = 0
     ctas: int = 0
     held: bool = False
+    slab: int = 0
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
@@ -77,7 +78,6 @@ CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
         Config(128, 128, 8, r=4),
         Config(128, 128, 8, r=4, maxnreg=80),
         Config(128, 128, 16, r=4, c=8, maxnreg=64),
-        Config(128, 128, 8, r=8, c=8, maxnreg=80),
     ),
     # Quantization tiles of at most 32.
     "both of 32": (Config(64, 128, 4, r=4), Config(64, 128, 4, r=4, maxnreg=80), Config(128, 128, 8, r=4, maxnreg=80)),
@@ -102,9 +102,12 @@ CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
     ),
     "norm both": (
         Config(128, 128, 8, r=4),
+        Config(128, 128, 8, r=4, slab=256),
+        Config(128, 128, 8, r=4, slab=512),
+        Config(128, 128, 8, r=4, slab=1024),
+        Config(128, 128, 16, r=4, c=8, maxnreg=64, slab=512),
         Config(128, 128, 8, r=4, maxnreg=80),
         Config(128, 128, 16, r=4, c=8, maxnreg=64),
-        Config(128, 128, 8, r=8, c=8, maxnreg=80),
     ),
     "norm columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
     "swiglu rows": (Config(64, 128, 8, r=2), Config(32, 128, 4), Config(32, 128, 8, c=8)),

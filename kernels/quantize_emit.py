@@ -183,7 +183,7 @@ def emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, 
     if row[0] is not None or col[0] is not None:
         scale, stored = tensor_scale(tensor[0], tensor[1], epsilon, SPEC)
         y = to_f32(x) * scale
-        if gl.program_id(0) == 0:
+        if m0 + k0 == 0:
             if row[0] is not None:
                 gl.store(row[1], stored)
             else:

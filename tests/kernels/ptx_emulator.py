@@ -112,7 +112,7 @@ class Program:
             "shfl": self.shuffle,
             "cvt": self.convert,
             "prmt": self.permute_bytes,
-            "atom": self.atomic_max,
+            "atom": self.atomic,
         }
         if name in by_name:
             return by_name[name]
@@ -228,14 +228,18 @@ class Program:
                 for h, w in enumerate(where):
                     self.access("shared", w, 2, np.ascontiguousarray(halves[:, h : h + 1]).view(np.uint8))
 
-    def atomic_max(self, parts: list[str], operands: list[str]) -> None:
-        if "max" not in parts or parts[-1] != "s32":
+    def atomic(self, parts: list[str], operands: list[str]) -> None:
+        combine = {"max": max, "add": lambda a, b: a + b}.get(parts[-2])
+        if combine is None or parts[-1] not in ("s32", "u32"):
             raise NotImplementedError(".".join(parts))
         active = np.flatnonzero(np.ones(self.threads, bool) if self.mask is None else self.mask)
         where, new = self.address(operands[1]), self.value(operands[2]).view(np.int32)
+        old = np.zeros(self.threads, np.int32)
         for thread in active:
             cell = self.memory[where[thread] : where[thread] + 4].view(np.int32)
-            cell[0] = max(cell[0], new[thread])
+            old[thread] = cell[0]
+            cell[0] = combine(int(cell[0]), int(new[thread]))
+        self.write(operands[0], old)
 
     # Registers
 
