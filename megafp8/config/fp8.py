@@ -66,6 +66,15 @@ class FP8Config:
         metavar="PATTERN",
         shown_default="none",
     )
+    fp8_module_recipes: tuple[str, ...] = flag(
+        (),
+        "Other recipes for some linears: PATTERN=RECIPE, PATTERN=RECIPE:hybrid or PATTERN=bf16, e.g. "
+        "'layers.*.mlp.fc2=tensorwise', or @FILE with one a line. Of several patterns that match, the last one counts; "
+        "one that matches no linear is an error.",
+        nargs="+",
+        metavar="PATTERN=RECIPE",
+        shown_default="none",
+    )
     fp8_power_of_two_scales: bool | None = flag(
         None, "Round scales down to powers of two.", shown_default="on for blockwise, off for tensorwise and delayed"
     )

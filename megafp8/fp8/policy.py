@@ -7,31 +7,43 @@ from fnmatch import fnmatchcase
 
 from megafp8.config import Config
 from megafp8.config.fp8 import DEFAULT_RECIPE
-from megafp8.fp8.recipe import Recipe, get_recipe
+from megafp8.config.module_recipes import FLAG, module_recipes
+from megafp8.fp8.recipe import RECIPES, Recipe, get_recipe
 
 
 class Policy:
     """Called with the global name of a linear, e.g. "layers.3.mlp.fc1", while the model is built.
 
-    recipe: of the linears it covers. keep: patterns (`*` matches dots too) of linears kept in high precision;
-    `flags` says for each where it comes from, for error messages.
+    recipe: of the linears it covers. others: (pattern, recipe) of linears that get another one, None for high
+    precision; the last that matches counts. keep: patterns of linears kept in high precision whatever else is said.
+    In patterns `*` matches dots too. flags: for each pattern where it comes from, for error messages.
     """
 
-    def __init__(self, recipe: Recipe | None, keep: Iterable[str] = (), flags: dict[str, str] | None = None):
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        keep: Iterable[str] = (),
+        flags: dict[str, str] | None = None,
+        others: Iterable[tuple[str, Recipe | None]] = (),
+    ):
         self.recipe = recipe
         self.keep = tuple(keep)
+        self.others = tuple(others)
         self._flags = flags or {}
         self.decisions: dict[str, Recipe | None] = {}
 
     def __call__(self, name: str) -> Recipe | None:
+        recipe = self.recipe
+        for pattern, other in self.others:
+            recipe = other if fnmatchcase(name, pattern) else recipe
         kept = any(fnmatchcase(name, pattern) for pattern in self.keep)
-        covered = self.recipe is not None and self.recipe.covers(name)
-        self.decisions[name] = self.recipe if covered and not kept else None
+        covered = recipe is not None and recipe.covers(name)
+        self.decisions[name] = recipe if covered and not kept else None
         return self.decisions[name]
 
     def check(self) -> None:
         """After the build: raises ValueError for a pattern that matched no linear it was asked about."""
-        for pattern in self.keep:
+        for pattern in (*self.keep, *(pattern for pattern, _ in self.others)):
             if not any(fnmatchcase(name, pattern) for name in self.decisions):
                 flag = self._flags.get(pattern, "--keep-modules-in-bf16")
                 example = next(iter(self.decisions), "layers.0.mlp.fc1")
@@ -74,4 +86,7 @@ def from_config(config: Config) -> Policy:
             flags[f"layers.{number}.*"] = "--first-last-layers-bf16"
     if fp8.enabled:
         flags |= dict.fromkeys(fp8.keep_modules_in_bf16, "--keep-modules-in-bf16")
-    return Policy(recipe_of(config), flags, flags)
+    keep, chosen = tuple(flags), module_recipes(fp8.fp8_module_recipes, RECIPES)
+    flags |= {entry.pattern: FLAG for entry in chosen if entry.pattern not in flags}
+    others = [(e.pattern, e.recipe and get_recipe(e.recipe, fp8_format=e.fp8_format)) for e in chosen]
+    return Policy(recipe_of(config), keep, flags, others)

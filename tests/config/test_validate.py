@@ -135,6 +135,12 @@ CASES = {
         *("--num-layers-at-start-in-bf16 1", "--num-layers-at-end-in-bf16 2", "--num-layers 2"),
     ],
     f"{FP8} --keep-modules-in-bf16 ''": ["--keep-modules-in-bf16", "empty"],
+    "--fp8-module-recipes *=bf16": ["--fp8-module-recipes *=bf16", "needs --fp8-format"],
+    f"{FP8} --fp8-module-recipes layers.*": ["--fp8-module-recipes 'layers.*'", "PATTERN=RECIPE"],
+    f"{FP8} --fp8-module-recipes *=int8": ["--fp8-module-recipes '*=int8'", "'int8'", "tensorwise, blockwise"],
+    f"{FP8} --fp8-module-recipes *=blockwise:e5m2": ["--fp8-module-recipes", "'e5m2'", "e4m3 or hybrid"],
+    f"{FP8} --fp8-module-recipes *=mxfp8:hybrid": ["--fp8-module-recipes '*=mxfp8:hybrid'", "e4m3 only"],
+    f"{FP8} --fp8-module-recipes @nowhere.txt": ["--fp8-module-recipes @nowhere.txt", "can't be read"],
     f"{FP8} --device cpu --fp8-gemm-backend cublaslt": ["--fp8-gemm-backend cublaslt", "--device cpu", "use"],
     # batches, length, recomputation
     "--global-batch-size 5": ["--global-batch-size 5", "--micro-batch-size 2", "multiple of 2"],
@@ -287,6 +293,9 @@ UNEVEN = {
     f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-recipe tensorwise": ["--fp8-recipe tensorwise", "blockwise or mxfp8"],
     f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --no-fp8-power-of-two-scales": ["--no-fp8-power-of-two-scales", "a second"],
     f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-input-tile 2d --fp8-weight-tile 1d": ["--fp8-input-tile 2d", "use 1d"],
+    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --moe-fp8-combine-grad --moe-token-dispatcher-type allgather": [
+        "use alltoall"
+    ],
     f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --moe-fp8-combine-grad --fp8-grad-tile 2d --fp8-weight-tile 1d": [
         *("--fp8-grad-tile 2d", "use 1d"),
     ],

@@ -77,3 +77,30 @@ def test_cases_74_pattern_that_matches_nothing_is_an_error():
     in_fp8(decide)
     with pytest.raises(ValueError, match="--keep-modules-in-bf16 'layers.*down_proj' matches no linear"):
         decide.check()
+
+
+def test_other_recipes_by_pattern_and_file(tmp_path):
+    """CASES 05: a run whose FP8 is switched on for some modules only, by a file."""
+    path = tmp_path / "recipes.txt"
+    path.write_text("# all but\n*=bf16\nlayers.*.fc2 = tensorwise:e4m3  # the second MLP linear\n\n")
+    decide = policy.from_config(config(fp8_format="e4m3", fp8_module_recipes=(f"@{path}", "layers.3.*=mxfp8")))
+    expected = dict.fromkeys(NAMES)
+    expected |= {name: get_recipe("tensorwise", fp8_format="e4m3") for name in NAMES if name.endswith("fc2")}
+    expected |= {name: get_recipe("mxfp8") for name in NAMES if name.startswith("layers.3.")}
+    assert {name: decide(name) for name in NAMES} == expected
+    decide.check()
+
+
+def test_keeping_in_bf16_beats_another_recipe():
+    decide = policy.from_config(
+        config(fp8_format="e4m3", fp8_module_recipes=("*.qkv=tensorwise",), keep_modules_in_bf16=("layers.0.*",))
+    )
+    assert decide("layers.0.attention.qkv") is None
+    assert decide("layers.1.attention.qkv") == get_recipe("tensorwise")
+
+
+def test_a_recipe_for_nothing_is_an_error():
+    decide = policy.from_config(config(fp8_format="e4m3", fp8_module_recipes=("layers.*.mlp.fc3=tensorwise",)))
+    in_fp8(decide)
+    with pytest.raises(ValueError, match=r"--fp8-module-recipes 'layers.*fc3' matches no linear"):
+        decide.check()

@@ -37,6 +37,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     fp8.fp8_axes,
     fp8.fp8_pairs,
     fp8.fp8_coverage,
+    fp8.fp8_modules,
     fp8.fp8_backend,
     experts.dispatch,
     fp8.fp8_watching,

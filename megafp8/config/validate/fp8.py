@@ -2,6 +2,7 @@
 
 from megafp8.config.config import Config, flag_of
 from megafp8.config.fp8 import RECIPES
+from megafp8.config.module_recipes import module_recipes
 from megafp8.config.validate.limits import plain
 
 COVERAGE = (
@@ -83,6 +84,18 @@ def fp8_coverage(c: Config) -> str | None:
         )
     if any(not pattern.strip() for pattern in f.keep_modules_in_bf16):
         return "--keep-modules-in-bf16 '': a pattern is empty; give module names such as 'layers.*.mlp.fc2'"
+    return None
+
+
+def fp8_modules(c: Config) -> str | None:
+    """Recipes of some linears: well formed, and possible."""
+    try:
+        chosen = module_recipes(c.fp8.fp8_module_recipes, RECIPES)
+    except ValueError as error:
+        return str(error)
+    for entry in chosen:
+        if entry.fp8_format == "hybrid" and not RECIPES[entry.recipe].hybrid:
+            return f"{entry.text}: {entry.recipe} takes e4m3 only; leave ':hybrid' out"
     return None
 
 
