@@ -20,6 +20,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megafp8", "megafp8.*"]) + ["megafp8.kernels"],
     package_dir={"megafp8.kernels": "kernels"},
+    package_data={"megafp8.fp8": ["*.json"]},
     install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "tqdm", "rich", "tensorboard"],
     extras_require={"test": TEST, "plot": PLOT, "data": DATA, "all": TEST + PLOT + DATA},
 )

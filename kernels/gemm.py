@@ -57,8 +57,9 @@ def gemm_1d2d(
 
 
 def gemm_1d1d(
-    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, *, out: Tensor | None = None,
-    out_dtype: torch.dtype = torch.float32, accumulate: bool = False, backend: str | None = None,
+    a: Tensor, b: Tensor, scale_inv_a: Tensor, scale_inv_b: Tensor, *, bias: Tensor | None = None,
+    out: Tensor | None = None, out_dtype: torch.dtype = torch.float32, accumulate: bool = False,
+    backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """Blockwise wgrad: scale_inv_a `[M, ceil(K/128)]`, scale_inv_b `[N, ceil(K/128)]`, both fastest when contiguous
     along M and N. FP32 unless out_dtype says otherwise."""
@@ -67,7 +68,7 @@ def gemm_1d1d(
     check_scales("scale_inv_b", scale_inv_b, (b.shape[0], blocks(a.shape[1])))
     out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
     launch(Problem(kind=DENSE, scaling=BLOCK_1D1D, a=a, b=b, scale_a=scale_inv_a, scale_b=scale_inv_b, out=out,
-                   accumulate=accumulate), backend)  # fmt: skip
+                   bias=check_bias(bias, b.shape[0]), accumulate=accumulate), backend)  # fmt: skip
     return out
 
 

@@ -20,6 +20,7 @@ from .gemm_hopper_problem import (
     BLOCK_1D1D,
     BLOCK_1D2D,
     BN,
+    FIRST_BARRIER,
     HALF,
     TENSORWISE,
     Operands,
@@ -27,12 +28,16 @@ from .gemm_hopper_problem import (
     Output,
     Ring,
     aligned,
+    bar_sync,
     block_1d1d,
     block_1d2d,
+    c_buffer,
     group_of,
     grouped_k,
     grouped_m,
     next_stage,
+    one_of_stack,
+    release,
     scales_2d_at,
     tensorwise,
     tile_at,
@@ -48,11 +53,35 @@ def block_bytes(BM, SCALING):
 
 
 @gluon.jit
-def _produce(op, ring, o):
-    """The producer warp: fills stages, tile after tile."""
+def _await_empty(ring, stage, phase, filled, o):
+    if o.NAMED:
+        if filled >= o.STAGES:
+            bar_sync(gl.to_tensor(FIRST_BARRIER) + stage, gl.to_tensor(288))
+    else:
+        mbarrier.wait(ring.empty.index(stage), phase)
+
+
+@gluon.jit
+def _prefetch_c(op, out, g, m, n, o):
+    """Starts to bring a tile of C into L2, from where it is added to after the tile's products."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
+    rows = gl.minimum(m + gl.arange(0, o.BM, gl.SliceLayout(1, layout)), op.M - 1).to(gl.int64)
+    columns = gl.minimum(n + gl.arange(0, BN // 32, gl.SliceLayout(0, layout)) * 32, op.N - 1)  # 128 bytes apart
+    base = out.ptr
+    if o.KIND == grouped_k:
+        base += g.to(gl.int64) * out.group_stride
+    lines = base + gl.expand_dims(rows * out.ld, 1) + gl.expand_dims(columns, 0)
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(gl.int64)], dtype=gl.int32,
+                              is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _produce(op, out, ring, o):
+    """The producer warp: fills stages, tile after tile; after a tile's K blocks the tile of C, if that is added to."""
     nbytes: gl.constexpr = o.PER_STAGE * block_bytes(o.BM, o.SCALING)
     stage = 0
     phase = 1
+    filled = 0
     tile = gl.program_id(0)
     first_tile = 0
     start = 0
@@ -64,28 +93,45 @@ def _produce(op, ring, o):
         while tile < first_tile + tiles:
             m, n = tile_at(tile - first_tile, rows, op.N, o)
             a_row = m
-            b_row = n
             if o.KIND == grouped_m:
                 a_row += aligned(start)
-                b_row += g * op.N
             scale_b = scales_2d_at(op, g, n, o)
+            if o.PREFETCH:
+                _prefetch_c(op, out, g, m, n, o)
             for k in range(0, blocks, o.PER_STAGE):
-                mbarrier.wait(ring.empty.index(stage), phase)
+                _await_empty(ring, stage, phase, filled, o)
+                filled += 1
                 bar = ring.full.index(stage)
                 mbarrier.expect(bar, nbytes)
                 for i in gl.static_range(o.PER_STAGE):
                     slot = stage * o.PER_STAGE + i
                     at_k = column + (k + i) * BK
                     tma.async_copy_global_to_shared(op.a, [a_row, at_k], bar, ring.a.index(slot))
-                    tma.async_copy_global_to_shared(op.b, [b_row, at_k], bar, ring.b.index(slot))
+                    if o.KIND == grouped_m:
+                        tma.async_copy_global_to_shared(op.b, [g, n, at_k], bar, one_of_stack(ring.b, slot))
+                    else:
+                        tma.async_copy_global_to_shared(op.b, [n, at_k], bar, ring.b.index(slot))
                     if o.SCALING != tensorwise:
                         at = (first_block + k + i) * op.scale_a_ld + a_row
                         tma.async_copy_global_to_shared(op.scale_a, [at], bar, ring.scale_a.index(slot))
                         if o.SCALING == block_1d2d:
                             at = aligned(scale_b + (k + i) * op.scale_b_k)
                         else:
-                            at = (first_block + k + i) * op.scale_b_ld + b_row
+                            at = (first_block + k + i) * op.scale_b_ld + n
                         tma.async_copy_global_to_shared(op.scale_b, [at], bar, ring.scale_b.index(slot))
+                stage, phase = next_stage(stage, phase, o)
+            if o.C_BY_RING:
+                _await_empty(ring, stage, phase, filled, o)
+                filled += 1
+                bar = ring.full.index(stage)
+                mbarrier.expect(bar, 4 * HALF * HALF * 4)
+                c_row = m
+                if o.KIND == grouped_k:
+                    c_row += g * op.M
+                for i in gl.static_range(2):
+                    at = n + i * HALF
+                    tma.async_copy_global_to_shared(out.desc, [c_row, at], bar, c_buffer(ring.a, stage, i))
+                    tma.async_copy_global_to_shared(out.desc, [c_row + HALF, at], bar, c_buffer(ring.b, stage, i))
                 stage, phase = next_stage(stage, phase, o)
             tile += gl.num_programs(0)
         first_tile += tiles
@@ -93,6 +139,10 @@ def _produce(op, ring, o):
         if o.KIND == grouped_k:
             first_block += blocks
             column += gl.cdiv(depth, op.padding) * op.padding
+    if o.NAMED:  # no barrier may be left half full
+        for i in gl.static_range(o.STAGES):
+            if filled > i:
+                bar_sync(gl.to_tensor(FIRST_BARRIER) + i, gl.to_tensor(288))
 
 
 @gluon.jit
@@ -114,11 +164,22 @@ def _store_direct(x, out, g, row, column, row_start, row_end, N, o):
 
 
 @gluon.jit
-def _store_tma(x, out, staging, row, column):
-    tma.store_wait(0)
+def _store_tma(x, out, staging, row, column, o):
+    if o.STAGING == 1:
+        tma.store_wait(0)
     staging.store(x.to(staging.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(out.desc, [row, column], staging)
+
+
+@gluon.jit
+def _add_in_ring(x, out, buffer, scale, row, column, o):
+    """Adds one 64 x 64 piece to C's, which the producer has put into `buffer`, and sends it back from there."""
+    if o.SCALING == tensorwise:
+        x *= scale
+    buffer.store(buffer.load(x.type.layout) + x)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out.desc, [row, column], buffer)
 
 
 @gluon.jit
@@ -134,11 +195,11 @@ def _store(x, out, staging, scale, g, row, column, row_start, row_end, N, o):
         _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     elif o.KIND == grouped_m:
         if (row >= row_start) & (row + HALF <= row_end):
-            _store_tma(x, out, staging, row, column)
+            _store_tma(x, out, staging, row, column, o)
         else:
             _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     else:
-        _store_tma(x, out, staging, row, column)
+        _store_tma(x, out, staging, row, column, o)
 
 
 @gluon.jit
@@ -152,7 +213,6 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
     first_tile = 0
     start = 0
     scale = 1.0
-    piece = staging.index(WARPGROUP)
     for g in range(op.groups):
         end, rows, depth, tiles = group_of(op, g, start, o)
         while tile < first_tile + tiles:
@@ -169,6 +229,8 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
                 scale = gl.load(out.scale_a + g) * gl.load(out.scale_b + g)
             if o.ROWS == 64:
                 left, right, stage, phase = contract_pairs(ring, stage, phase, depth, b_at, op.scale_b_k, ROW, MMA, o)
+                if o.STAGING > 1:
+                    tma.store_wait(0)  # of the tile before
             else:
                 if o.FAST:
                     left, right, left_1, right_1, stage, phase = contract_fast(ring, stage, phase, depth, ROW, MMA, o)
@@ -176,10 +238,30 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
                     left, right, left_1, right_1, stage, phase = contract_halves(
                         ring, stage, phase, depth, b_at, op.scale_b_k, ROW, MMA, o
                     )
+                if o.STAGING > 1:
+                    tma.store_wait(0)  # of the tile before
+                piece = staging.index(WARPGROUP * o.STAGING + 2 % o.STAGING)
                 _store(left_1, out, piece, scale, g, m + HALF, n, row_start, row_end, op.N, o)
+                piece = staging.index(WARPGROUP * o.STAGING + 3 % o.STAGING)
                 _store(right_1, out, piece, scale, g, m + HALF, n + HALF, row_start, row_end, op.N, o)
-            _store(left, out, piece, scale, g, m, n, row_start, row_end, op.N, o)
-            _store(right, out, piece, scale, g, m, n + HALF, row_start, row_end, op.N, o)
+            if o.C_BY_RING:
+                mbarrier.wait(ring.full.index(stage), phase)
+                c_row = m
+                if o.KIND == grouped_k:
+                    c_row += g * op.M
+                operand = ring.a
+                if WARPGROUP == 1:
+                    operand = ring.b
+                _add_in_ring(left, out, c_buffer(operand, stage, 0), scale, c_row, n, o)
+                _add_in_ring(right, out, c_buffer(operand, stage, 1), scale, c_row, n + HALF, o)
+                tma.store_wait(0)
+                release(ring, stage, o)
+                stage, phase = next_stage(stage, phase, o)
+            else:
+                piece = staging.index(WARPGROUP * o.STAGING)
+                _store(left, out, piece, scale, g, m, n, row_start, row_end, op.N, o)
+                piece = staging.index(WARPGROUP * o.STAGING + 1 % o.STAGING)
+                _store(right, out, piece, scale, g, m, n + HALF, row_start, row_end, op.N, o)
             tile += gl.num_programs(0)
         first_tile += tiles
         start = end
@@ -187,22 +269,26 @@ def _consume(op, out, ring, staging, WARPGROUP: gl.constexpr, o):
 
 
 # Not specialized on what changes from call to call: a new number of tokens must not compile a new kernel.
-@gluon.jit(do_not_specialize=["groups", "M", "K", "scale_a_ld", "scale_b_ld", "scale_b_k", "padding", "c_group"])
+@gluon.jit(do_not_specialize=["groups", "M", "K", "scale_a_ld", "scale_b_ld", "scale_b_k", "scale_b_group",
+                               "padding", "c_group"])
 def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K,
-                scale_a_ld, scale_b_ld, scale_b_k, padding, c_ld, c_group,
+                scale_a_ld, scale_b_ld, scale_b_k, scale_b_group, padding, c_ld, c_group,
                 ROWS: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
                 KIND: gl.constexpr, SCALING: gl.constexpr, FAST: gl.constexpr, HAS_BIAS: gl.constexpr,
-                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr):  # fmt: skip
+                ACCUMULATE: gl.constexpr, TMA_STORE: gl.constexpr, C_BY_RING: gl.constexpr, PREFETCH: gl.constexpr,
+                STAGING: gl.constexpr, NAMED: gl.constexpr, ORDER: gl.constexpr):  # fmt: skip
     """Persistent, one CTA a multiprocessor. Launched with num_warps=4 (one consumer warpgroup; Gluon adds the other and
     the producer) and maxnreg=168, of which consumers get 240 registers a thread and the producer 24."""
-    o: gl.constexpr = Options(ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE)
+    o: gl.constexpr = Options(ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE, C_BY_RING,
+                              PREFETCH, STAGING, NAMED, ORDER)  # fmt: skip
     SLOTS: gl.constexpr = STAGES * o.PER_STAGE
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     a_smem = gl.allocate_shared_memory(a_desc.dtype, [SLOTS, o.BM, BK], a_desc.layout)
-    b_smem = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], b_desc.layout)
+    b_smem = gl.allocate_shared_memory(b_desc.dtype, [SLOTS, BN, BK], a_desc.layout)
     a_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, o.BM], flat)
     b_scales = gl.allocate_shared_memory(gl.float32, [SLOTS, BN if SCALING == block_1d1d else 32], flat)
-    staging = gl.allocate_shared_memory(gl.bfloat16, [2, HALF if TMA_STORE else 8, HALF], c_desc.layout)
+    piece: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    staging = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGING, HALF if TMA_STORE else 8, HALF], piece)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -211,11 +297,11 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     fence_async_shared()
     # `to_tensor`: an argument that equals 1 arrives as a constant.
     op = Operands(a_desc, b_desc, scale_a_desc, scale_b_desc, ends, groups, M, gl.to_tensor(N), K, scale_a_ld,
-                  scale_b_ld, scale_b_k, padding)  # fmt: skip
+                  scale_b_ld, scale_b_k, scale_b_group, padding)  # fmt: skip
     out = Output(c_desc, c, bias, scale_a, scale_b, gl.to_tensor(c_ld), c_group)
     ring = Ring(a_smem, b_smem, a_scales, b_scales, full, empty)
     gl.warp_specialize([
         (_consume, (op, out, ring, staging, 0, o)),
         (_consume, (op, out, ring, staging, 1, o)),
-        (_produce, (op, ring, o)),
+        (_produce, (op, out, ring, o)),
     ], [4, 1], [240, 24])  # fmt: skip

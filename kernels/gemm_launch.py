@@ -22,7 +22,9 @@ from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, T
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
+_STACKED = gl.NVMMASharedLayout(128, 8, 3)
 _PIECE = gl.NVMMASharedLayout(128, 16, 2)
+_PIECE_FP32 = gl.NVMMASharedLayout(128, 32, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 1)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -31,9 +33,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Problem:
     """One (grouped) GEMM, C = A @ B^T with scales. See `gemm_hopper.py` for the kinds.
 
-    a, b: FP8, `[rows, K]`; scale_a, scale_b: FP32, 1D scales `[rows, blocks]`, 2D `[row blocks, blocks]` or
-    `[groups, row blocks, blocks]`, tensorwise `[groups]`; ends: int32 `[groups]` on the device, or None;
-    padding: grouped over K, each group's tokens begin at the next multiple of it.
+    a, b: FP8, `[rows, K]`, b grouped over M `[groups, rows, K]`; scale_a, scale_b: FP32, 1D scales `[rows, blocks]`, 2D
+    `[row blocks, blocks]` or `[groups, row blocks, blocks]`, tensorwise `[groups]`; ends: int32 `[groups]` on the
+    device, or None; padding: grouped over K, each group's tokens begin at the next multiple of it.
     """
 
     kind: int
@@ -59,7 +61,7 @@ class Problem:
 
     @property
     def N(self) -> int:  # noqa: N802
-        return self.b.shape[0] // self.groups if self.kind == GROUPED_M else self.b.shape[0]
+        return self.b.shape[-2]
 
     @property
     def K(self) -> int:  # noqa: N802
@@ -73,6 +75,11 @@ class HopperConfig:
     rows: int
     stages: int
     band: int = 8
+    staging: int = 1
+    c_by_ring: bool = False
+    prefetch: bool = False
+    named: bool = False
+    order: bool = False
 
 
 LARGE = HopperConfig(rows=128, stages=4)  # 256 x 128 tiles
@@ -126,22 +133,33 @@ def launch(problem: Problem, backend: str | None = None) -> None:
 def _launch_gluon(p: Problem, index: int | None) -> None:
     config = hopper_config(p, multiprocessors(index))
     BM = 2 * config.rows
-    scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
-    scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
+    scale_a, scale_a_ld, *_ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
+    scale_b, scale_b_ld, scale_b_k, scale_b_group = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
     a_desc = GluonDescriptor.from_tensor(aligned(p.a), [BM, BLOCK], _OPERAND)
-    b_desc = GluonDescriptor.from_tensor(aligned(p.b), [BLOCK, BLOCK], _OPERAND)
+    if p.kind == GROUPED_M:
+        b_desc = GluonDescriptor.from_tensor(aligned(p.b), [1, BLOCK, BLOCK], _STACKED)
+    else:
+        b_desc = GluonDescriptor.from_tensor(aligned(p.b), [BLOCK, BLOCK], _OPERAND)
     scale_a_desc = scale_b_desc = a_desc  # unused by tensorwise
     if p.scaling != TENSORWISE:
         scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], _SCALES)
         width = 32 if p.scaling == BLOCK_1D2D else BLOCK
         scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [width], _SCALES)
     tma_store = p.kind != GROUPED_K and not p.accumulate and p.out.dtype == torch.bfloat16 and tma_ready(p.out)
-    c_desc = GluonDescriptor.from_tensor(p.out, [64, 64], _PIECE) if tma_store else a_desc
-    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
+    fp32_add = p.accumulate and p.out.dtype == torch.float32
+    c_by_ring = config.c_by_ring and fp32_add and _is_one_matrix(p.out, BM)
+    prefetch = config.prefetch and fp32_add
+    c_desc = a_desc  # unused unless C goes by TMA
+    if tma_store or c_by_ring:
+        matrix = p.out.view(-1, p.out.shape[-1]) if p.kind == GROUPED_K else p.out
+        c_desc = GluonDescriptor.from_tensor(matrix, [64, 64], _PIECE if tma_store else _PIECE_FP32)
+    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, scale_b_group, p.padding, p.out.stride(-2),
+             p.out.stride(0))  # fmt: skip
     constants = {
         "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
         "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
-        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store,
+        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "C_BY_RING": c_by_ring, "PREFETCH": prefetch,
+        "STAGING": config.staging if tma_store else 1, "NAMED": config.named, "ORDER": config.order,
     }  # fmt: skip
     _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
@@ -150,11 +168,12 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
 
 def _launch_tl(p: Problem, index: int | None) -> None:
     BM, BN = 128, 64 if p.kind == GROUPED_K else 128  # the masked last block of a group spills at 128
-    scale_a, scale_a_ld, _ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
-    scale_b, scale_b_ld, scale_b_k = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
+    scale_a, scale_a_ld, *_ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
+    scale_b, scale_b_ld, scale_b_k, scale_b_group = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
     a_desc = TensorDescriptor.from_tensor(aligned(p.a), [BM, BLOCK])
-    b_desc = TensorDescriptor.from_tensor(aligned(p.b), [BN, BLOCK])
-    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, p.padding, p.out.stride(-2), p.out.stride(0))
+    b_desc = TensorDescriptor.from_tensor(aligned(p.b), [1, BN, BLOCK] if p.kind == GROUPED_M else [BN, BLOCK])
+    sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, scale_b_group, p.padding, p.out.stride(-2),
+             p.out.stride(0))  # fmt: skip
     constants = {
         "BM": BM, "BN": BN, "BAND": 8, "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast,
         "HAS_BIAS": p.bias is not None, "ACCUMULATE": p.accumulate,
@@ -201,9 +220,16 @@ def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
     return (min(programs, tiles),)
 
 
+def _is_one_matrix(out: Tensor, BM: int) -> bool:
+    """Whether TMA can address all of C, with no tile that reaches into the next group's rows."""
+    if out.dim() == 2:
+        return tma_ready(out)
+    return out.is_contiguous() and out.shape[1] % BM == 0 and tma_ready(out[0])
+
+
 def tma_ready(x: Tensor) -> bool:
-    """Whether TMA can address a matrix: contiguous rows, 16-byte aligned base and row stride."""
-    return x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+    """Whether TMA can address a matrix, or a stack of them: contiguous rows, 16-byte aligned base and strides."""
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:-1])
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -211,29 +237,30 @@ def aligned(x: Tensor) -> Tensor:
     if tma_ready(x):
         return x
     step = 16 // x.itemsize
-    copy = x.new_empty(x.shape[0], -(-x.shape[1] // step) * step)[:, : x.shape[1]]
+    copy = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // step) * step)[..., : x.shape[-1]]
     return copy.copy_(x)
 
 
-def flat_scales(scale: Tensor, one_dimensional: bool) -> tuple[Tensor, int, int]:
-    """(memory as one flat tensor, stride between rows of blocks, stride along K) for the kernels' addressing.
+def flat_scales(scale: Tensor, one_dimensional: bool) -> tuple[Tensor, int, int, int]:
+    """(memory as one flat tensor, strides between rows of blocks, along K, between groups), for the kernels.
 
-    1D scales `[rows, blocks]` must be contiguous along rows (the first stride is then along K), 2D ones may have any
-    strides but groups must follow each other. What is not so is copied. 16-byte alignment is kept.
+    1D scales `[rows, blocks]` must be contiguous along rows (the first stride is then along K), 2D ones `[row blocks,
+    blocks]` or `[groups, row blocks, blocks]` any strides. What is not so is copied. 16-byte alignment is kept.
     """
     if scale.dim() == 1:
-        return scale, 0, 0
+        return scale, 0, 0, 0
+    group = 0
     if one_dimensional:
         if scale.stride(0) != 1 or scale.stride(1) % 4 or scale.data_ptr() % 16:
             rows = -(-scale.shape[0] // 4) * 4
             scale = scale.new_empty(scale.shape[1], rows)[:, : scale.shape[0]].t().copy_(scale)
         ld, k_stride = scale.stride(1), scale.stride(1)
     else:
-        grouped = scale.dim() == 3
-        if scale.data_ptr() % 16 or (grouped and scale.stride(0) != scale.shape[1] * scale.stride(1)):
-            scale = scale.contiguous()
+        if scale.data_ptr() % 16:
+            scale = scale.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves one row where it is
         ld, k_stride = scale.stride(-2), scale.stride(-1)
+        group = scale.stride(0) if scale.dim() == 3 else 0
     size = 1 + sum((n - 1) * s for n, s in zip(scale.shape, scale.stride(), strict=True))
     if size >= 2**31:
         raise ValueError(f"{size} scales are more than TMA's 32-bit coordinates reach: split the GEMM's rows")
-    return scale.as_strided((size,), (1,)), ld, k_stride
+    return scale.as_strided((size,), (1,)), ld, k_stride, group

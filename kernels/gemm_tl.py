@@ -47,7 +47,17 @@ def _promote(acc, a, b, scale_a_ptrs, scale_b_ptrs, row_mask, column_mask, SCALI
 
 
 @triton.jit
-def _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_step, a_row, b_row, k_start, depth,
+def _load_b(b_desc, g, row, k, BN: tl.constexpr, KIND: tl.constexpr):
+    """A block of B, which is a stack of matrices where rows are grouped."""
+    if KIND == GROUPED_M:
+        b = b_desc.load([g, row, k]).reshape(BN, BK)
+    else:
+        b = b_desc.load([row, k])
+    return b
+
+
+@triton.jit
+def _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_step, a_row, g, n, k_start, depth,
               row_mask, column_mask, BM: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr,
               FAST: tl.constexpr):  # fmt: skip
     """The FP32 tile of C. A grouped contraction's last block is masked: it may hold the next group's tokens."""
@@ -57,7 +67,7 @@ def _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_st
         blocks = depth // BK
     for k in range(blocks):
         a = a_desc.load([a_row, k_start + k * BK])
-        b = b_desc.load([b_row, k_start + k * BK])
+        b = _load_b(b_desc, g, n, k_start + k * BK, BN, KIND)
         acc = _promote(acc, a, b, scale_a_ptrs, scale_b_ptrs, row_mask, column_mask, SCALING, FAST)
         scale_a_ptrs += scale_a_ld
         scale_b_ptrs += scale_b_step
@@ -66,7 +76,7 @@ def _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_st
         if valid > 0:
             inside = (tl.arange(0, BK) < valid)[None, :]
             a = a_desc.load([a_row, k_start + blocks * BK])
-            b = b_desc.load([b_row, k_start + blocks * BK])
+            b = b_desc.load([n, k_start + blocks * BK])
             a = tl.where(inside, a.to(tl.uint8, bitcast=True), 0).to(tl.uint8).to(a.dtype, bitcast=True)
             b = tl.where(inside, b.to(tl.uint8, bitcast=True), 0).to(tl.uint8).to(b.dtype, bitcast=True)
             acc = _promote(acc, a, b, scale_a_ptrs, scale_b_ptrs, row_mask, column_mask, SCALING, FAST)
@@ -74,10 +84,11 @@ def _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_st
 
 
 # Not specialized on what changes from call to call: a new number of tokens must not compile a new kernel.
-@triton.jit(do_not_specialize=["groups", "M", "K", "scale_a_ld", "scale_b_ld", "scale_b_k", "padding", "c_group"])
+@triton.jit(do_not_specialize=["groups", "M", "K", "scale_a_ld", "scale_b_ld", "scale_b_k", "scale_b_group",
+                               "padding", "c_group"])
 def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K, scale_a_ld, scale_b_ld, scale_b_k,
-                padding, c_ld, c_group, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr, KIND: tl.constexpr,
-                SCALING: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
+                scale_b_group, padding, c_ld, c_group, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr,
+                KIND: tl.constexpr, SCALING: tl.constexpr, FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
                 ACCUMULATE: tl.constexpr):  # fmt: skip
     """Persistent: each program takes every num_programs-th tile. BN must be 128 or divide it (2D scales)."""
     tile = tl.program_id(0)
@@ -101,15 +112,13 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
         while tile < first_tile + tiles:
             m, n = _tile(tile - first_tile, rows, N, BM, BN, BAND)
             a_row = m
-            b_row = n
             row_end = M
             scale_b_base = scale_b
             if KIND == GROUPED_M:
                 a_row += start
-                b_row += g * N
                 row_end = end
                 if SCALING == BLOCK_1D2D:
-                    scale_b_base += g * tl.cdiv(N, 128) * scale_b_ld
+                    scale_b_base += g.to(tl.int64) * scale_b_group
             row = a_row + tl.arange(0, BM)
             column = n + tl.arange(0, BN)
             row_mask = row < row_end
@@ -119,9 +128,9 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
                 scale_b_ptrs = scale_b_base + n // 128 * scale_b_ld
                 scale_b_step = scale_b_k
             else:
-                scale_b_ptrs = scale_b + first_block * scale_b_ld + b_row + tl.arange(0, BN)
+                scale_b_ptrs = scale_b + first_block * scale_b_ld + n + tl.arange(0, BN)
                 scale_b_step = scale_b_ld
-            acc = _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_step, a_row, b_row,
+            acc = _contract(a_desc, b_desc, scale_a_ptrs, scale_b_ptrs, scale_a_ld, scale_b_step, a_row, g, n,
                             k_start, depth, row_mask, column_mask, BM, BN, KIND, SCALING, FAST)  # fmt: skip
             if SCALING == TENSORWISE:
                 acc *= tl.load(scale_a + g) * tl.load(scale_b + g)

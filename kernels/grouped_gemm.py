@@ -21,7 +21,7 @@ def grouped_gemm_tensorwise(
 ) -> Tensor:  # fmt: skip
     """out[t] = a[t] @ b[g].T for each token t of group g (fprop, dgrad).
 
-    a `[T, K]`, b `[G, N, K]`, one scale a group: scale_inv_a `[G]`, scale_inv_b `[G]`; out `[T, N]`.
+    a `[T, K]`, b `[G, N, K]` (any first stride), one scale a group: scale_inv_a `[G]`, scale_inv_b `[G]`; out `[T, N]`.
     """
     groups = _check_groups(a, b, ends)
     check_scales("scale_inv_a", scale_inv_a, (groups,))
@@ -35,7 +35,7 @@ def grouped_gemm_1d2d(
 ) -> Tensor:  # fmt: skip
     """out[t] = a[t] @ b[g].T for each token t of group g (fprop, dgrad).
 
-    a `[T, K]` with scale_inv_a `[T, ceil(K/128)]`, b `[G, N, K]` with scale_inv_b `[G, ceil(N/128), ceil(K/128)]`; out
+    a `[T, K]` with scale_inv_a `[T, ceil(K/128)]`, b `[G, N, K]` (any first stride) with scale_inv_b `[G, ceil(N/128), ceil(K/128)]`; out
     `[T, N]`.
     """
     groups = _check_groups(a, b, ends)
@@ -78,9 +78,7 @@ def grouped_wgrad_1d1d(
 
 
 def _over_m(scaling, a, b, scale_a, scale_b, ends, out, out_dtype, fast, backend) -> Tensor:
-    groups, N, K = b.shape
-    out = output(out, (a.shape[0], N), out_dtype, a, False)
-    b = b.reshape(groups * N, K)
+    out = output(out, (a.shape[0], b.shape[1]), out_dtype, a, False)
     launch(Problem(kind=GROUPED_M, scaling=scaling, a=a, b=b, scale_a=scale_a, scale_b=scale_b, out=out, ends=ends,
                    fast=fast), backend)  # fmt: skip
     return out

@@ -22,14 +22,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import reference, scaled_mm
-from megafp8.fp8.formats import Scale
+from megafp8.fp8 import gemm_speed, reference, scaled_mm, triton_gemm
+from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "cublaslt", "reference")
+BACKENDS = ("auto", "triton", "cublaslt", "reference")
 
 # Role -> GEMM -> the orientation whose tiles run along the dimension that the GEMM sums over.
 _ALONG_K = {
@@ -43,10 +43,12 @@ _ALONG_K = {
 class Capability:
     """What a device's FP8 tensor cores can do. The CPU stands for Hopper, so that it runs what GPUs run.
 
-    any_layout: tensorwise operands need not be K-major. native_mxfp8: block-scaled tensor cores.
+    cublaslt: FP8 GEMMs of cuBLASLt. triton: what the project's kernels need (TMA). any_layout: tensorwise operands need
+    not be K-major. native_mxfp8: block-scaled tensor cores, which run blockwise with power-of-two scales as well.
     """
 
     cublaslt: bool = False
+    triton: bool = False
     any_layout: bool = False
     native_mxfp8: bool = False
 
@@ -57,8 +59,8 @@ def capability(device: torch.device) -> Capability:
     if device.type != "cuda":
         return Capability()
     sm = torch.cuda.get_device_capability(device)
-    datacenter_blackwell = sm[0] == 10
-    return Capability(cublaslt=sm >= (8, 9), any_layout=datacenter_blackwell, native_mxfp8=datacenter_blackwell)
+    blackwell = sm[0] == 10
+    return Capability(cublaslt=sm >= (8, 9), triton=sm >= (9, 0), any_layout=blackwell, native_mxfp8=blackwell)
 
 
 def needs(recipe: Recipe, role: str, device: torch.device) -> dict[str, str]:
@@ -97,11 +99,8 @@ def wgrad(
     grad_output: QuantizedStorage, x: QuantizedStorage, out: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """`dW [N, K] = dY [M, N].T @ X [M, K]` in FP32; with `out` (FP32) `out += dW`, which is returned."""
-    product = _multiply(_oriented(grad_output, "colwise"), _oriented(x, "colwise"), None, torch.float32, backend)
-    if out is None:
-        return product
-    assert out.dtype == torch.float32
-    return out.add_(product)
+    assert out is None or out.dtype == torch.float32
+    return _multiply(_oriented(grad_output, "colwise"), _oriented(x, "colwise"), None, torch.float32, backend, out)
 
 
 def grouped_fprop(
@@ -165,35 +164,86 @@ def _oriented(storage: QuantizedStorage, orientation: str) -> QuantizedStorage:
 
 
 def _multiply(
-    a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype, backend: str
+    a: QuantizedStorage,
+    b: QuantizedStorage,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    backend: str,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`A [M, K] @ B [N, K].T + bias` on the backend chosen by capability. ValueError if `backend` can't do it."""
-    if backend not in BACKENDS:
-        raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    """`A [M, K] @ B [N, K].T + bias`, added into `out` where one is given. ValueError if `backend` can't do it."""
     device = a.data.device
     if 0 in (*a.data.shape, b.data.shape[0]):
+        if out is not None:
+            return out
         y = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype, device=device)
         return y if bias is None else y + bias.to(out_dtype)
-    reason = scaled_mm.refuses(a, b) if capability(device).cublaslt else "this device has no FP8 tensor cores"
-    if backend == "cublaslt" and reason:
-        raise ValueError(f"gemm backend 'cublaslt': {reason}: use 'auto'")
-    if backend != "reference" and not reason:
-        return scaled_mm.matmul(a, b, bias, out_dtype)
+    if capability(device).native_mxfp8 and backend in ("auto", "cublaslt"):
+        a, b = _as_mxfp8(a, b)
+    chosen, reason = _choose(a, b, out_dtype, backend, out is not None)
+    if chosen == "triton":
+        return triton_gemm.matmul(a, b, bias, out_dtype, out)
+    if chosen == "cublaslt":
+        y = scaled_mm.matmul(a, b, bias, out_dtype)
+        return y if out is None else out.add_(y)
     product = reference.matmul
-    if backend != "reference" and device.type == "cuda":
+    if backend != "reference" and (device.type == "cuda" or a.scale is Scale.E8M0):
         _say_emulated(reason)
-        product = reference.matmul_emulated
-    elif backend != "reference" and a.scale is Scale.E8M0:
-        _say_emulated("this device has no MXFP8 GEMM")
-    if bias is None:
-        return product(a, b, out_dtype)
-    return product(a, b).add_(bias).to(out_dtype)
+        product = reference.matmul_emulated if device.type == "cuda" else product
+    if out is not None:
+        return out.add_(product(a, b))
+    return product(a, b, out_dtype) if bias is None else product(a, b).add_(bias).to(out_dtype)
+
+
+def _choose(
+    a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, backend: str, accumulates: bool
+) -> tuple[str, str]:
+    """The backend that multiplies, and why no faster one does. ValueError if `backend` is asked for and can't."""
+    reasons = _refusals(a, b, out_dtype, backend)
+    able = tuple(name for name, reason in reasons.items() if reason is None)
+    if backend in reasons:
+        if backend not in able:
+            raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
+        return backend, ""
+    if backend == "reference" or not able:
+        return "reference", reasons["cublaslt"] or ""
+    if len(able) == 1:
+        return able[0], ""
+    kind, weight = triton_gemm.kind(a, b), tuple(b.data.shape)
+    if accumulates:
+        kind, weight = f"{kind}+=", (a.data.shape[0], b.data.shape[0])
+    return gemm_speed.fastest(torch.cuda.get_device_name(a.data.device), kind, weight, able), ""
+
+
+def _refusals(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, backend: str) -> dict[str, str | None]:
+    """Backend -> why it can't multiply these operands, None where it can."""
+    if backend not in BACKENDS:
+        raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
+    able, nothing = capability(a.data.device), "this device has no FP8 tensor cores"
+    triton = nothing if not able.cublaslt else "the kernels need TMA (compute capability 9.0)"
+    return {
+        "cublaslt": scaled_mm.refuses(a, b, able.native_mxfp8) if able.cublaslt else nothing,
+        "triton": triton_gemm.refuses(a, b, out_dtype) if able.triton else triton,
+    }
+
+
+def _as_mxfp8(a: QuantizedStorage, b: QuantizedStorage) -> tuple[QuantizedStorage, QuantizedStorage]:
+    """Blockwise operands with power-of-two scales as the same numbers in MXFP8; others as they are."""
+    if not all(s.scale is Scale.POW2 and s.tile.kind != "tensor" and s.tile.block % 32 == 0 for s in (a, b)):
+        return a, b
+    rewritten = []
+    for s in (a, b):
+        data, codes = reference.blockwise_as_mxfp8(s.data, s.scale_inv, s.tile)
+        rewritten.append(QuantizedStorage(data, codes, Tile("1d", 32), Scale.E8M0, s.orientation))
+    return tuple(rewritten)
 
 
 def _multiply_grouped(
     a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, backend: str
 ) -> Tensor:
     """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
+    if _runs_grouped(a, triton_gemm.refuses_grouped(a, b, out_dtype), backend):
+        return triton_gemm.matmul_grouped(a, b, ends, out_dtype)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
     for part, weight, end in zip(_tokens(a, ends, 0), _experts(b), ends.tolist(), strict=True):
@@ -206,13 +256,21 @@ def _wgrad_grouped(
     a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str
 ) -> Tensor:
     """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
+    if _runs_grouped(a, triton_gemm.refuses(a, b, torch.float32), backend):
+        return triton_gemm.wgrad_grouped(a, b, ends, out, alignment)
     if out is None:
         out = torch.zeros(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device)
     assert out.dtype == torch.float32
     for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
-        if part_a.data.numel():
-            out[index].add_(_multiply(part_a, part_b, None, torch.float32, backend))
+        _multiply(part_a, part_b, None, torch.float32, backend, out[index])
     return out
+
+
+def _runs_grouped(a: QuantizedStorage, reason: str | None, backend: str) -> bool:
+    """Whether one kernel runs all groups. ValueError if it is asked for and can't."""
+    if backend == "triton" and (reason or not capability(a.data.device).triton):
+        raise ValueError(f"gemm backend 'triton': {reason or 'needs a GPU with TMA (9.0)'}: use 'auto'")
+    return backend in ("auto", "triton") and not reason and capability(a.data.device).triton
 
 
 def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[QuantizedStorage]:

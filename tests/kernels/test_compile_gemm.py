@@ -30,8 +30,8 @@ def problem(kind: int, scaling: int, out_dtype=BF16, accumulate=False, fast=Fals
             size=512) -> Problem:  # fmt: skip
     """An M = N = K problem on the CPU."""
     groups = 1 if kind == DENSE else GROUPS
-    b_rows = size * groups if kind == GROUPED_M else size
-    a, b = torch.zeros(size, size, dtype=a_dtype), torch.zeros(b_rows, size, dtype=E4M3)
+    b_shape = (groups, size, size) if kind == GROUPED_M else (size, size)
+    a, b = torch.zeros(size, size, dtype=a_dtype), torch.zeros(b_shape, dtype=E4M3)
     tiles = size // 128 + (groups if kind == GROUPED_K else 0)
     scale_a = scale_b = torch.ones(groups)
     if scaling != TENSORWISE:

@@ -1,0 +1,132 @@
+"""Which backend multiplies: by capability, which tests fake, and by the table of measured speed."""
+
+import json
+
+import pytest
+import torch
+
+from megafp8.fp8 import Linear, gemm, gemm_speed, get_recipe, reference, triton_gemm
+from megafp8.fp8.formats import Scale
+
+HOPPER = gemm.Capability(cublaslt=True, triton=True)
+ADA = gemm.Capability(cublaslt=True)
+BLACKWELL = gemm.Capability(cublaslt=True, triton=True, any_layout=True, native_mxfp8=True)
+NOTHING = gemm.Capability()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Makes the CPU pass for a GPU of the capability given."""
+
+    def fake(capability):
+        monkeypatch.setattr(gemm, "capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H")
+
+    return fake
+
+
+def operands(recipe, m=32, n=64, k=128):
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    x = recipe.quantizer("input").quantize(torch.ones(m, k), colwise=True)
+    return x, recipe.quantizer("weight").quantize(torch.ones(n, k), colwise=True)
+
+
+def choice(a, b, backend="auto", out_dtype=torch.bfloat16, accumulates=False):
+    return gemm._choose(a, b, out_dtype, backend, accumulates)[0]
+
+
+def test_auto_goes_by_the_nearest_measured_weight(device, monkeypatch):
+    rows = [[4096, 64, 128, {"triton": 1, "cublaslt": 2}], [4096, 4096, 8192, {"triton": 2, "cublaslt": 1}]]
+    monkeypatch.setattr(gemm_speed, "table", lambda: {"H": {"1d2d": rows, "1d1d+=": [[64, 128, 9, rows[1][3]]]}})
+    gemm_speed.fastest.cache_clear()
+    device(HOPPER)
+    for m in (1, 4096):  # the number of tokens has no say
+        x, w = operands("blockwise", m)
+        assert choice(x.rowwise, w.rowwise) == "cublaslt"
+    x, w = operands("blockwise", 8, 2048, 8192)
+    assert choice(x.rowwise, w.rowwise) == "triton"
+    x, _ = operands("blockwise")
+    assert choice(x.colwise, x.colwise, out_dtype=torch.float32, accumulates=True) == "triton"
+    assert choice(x.colwise, x.colwise, out_dtype=torch.float32) == "cublaslt"  # not measured
+    gemm_speed.fastest.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "expected"),
+    [
+        (NOTHING, "tensorwise", "reference"),
+        (NOTHING, "blockwise", "reference"),
+        (HOPPER, "mxfp8", "reference"),
+        (BLACKWELL, "mxfp8", "cublaslt"),
+        (HOPPER, get_recipe("blockwise", input_format="e5m2"), "triton"),
+        (HOPPER, get_recipe("blockwise", input_tile="2d", weight_tile="1d"), "cublaslt"),
+    ],
+)
+def test_auto_takes_what_the_device_can_do(capability, recipe, expected, device):
+    device(capability)
+    x, w = operands(recipe)
+    assert choice(x.rowwise, w.rowwise) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "recipe", "reason"),
+    [
+        (NOTHING, "triton", "blockwise", "no FP8 tensor cores"),
+        (ADA, "triton", "blockwise", r"TMA \(compute capability 9.0\)"),
+        (HOPPER, "triton", "mxfp8", "no MXFP8 GEMM"),
+        (HOPPER, "cublaslt", "mxfp8", "no MXFP8 GEMM"),
+        (HOPPER, "triton", get_recipe("blockwise", input_tile="2d", weight_tile="1d"), "no 2d x 1d scales"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_with_the_reason(capability, backend, recipe, reason, device):
+    device(capability)
+    x, w = operands(recipe)
+    with pytest.raises(ValueError, match=f"{reason}.*: use 'auto'"):
+        gemm.fprop(x.rowwise, w.rowwise, backend=backend)
+
+
+def test_experts_ask_for_what_their_kernels_know(device):
+    ends = torch.tensor([32], dtype=torch.int32)
+    x, w = operands(get_recipe("blockwise", weight_tile="1d"))
+    stacked = triton_gemm.QuantizedStorage(
+        w.rowwise.data[None], w.rowwise.scale_inv[None], w.rowwise.tile, w.rowwise.scale, "rowwise"
+    )
+    expected = gemm.grouped_fprop(x.rowwise, stacked, ends)  # by the reference
+    device(HOPPER)
+    with pytest.raises(ValueError, match="128 x 128 tiles only: use 'auto'"):
+        gemm.grouped_fprop(x.rowwise, stacked, ends, backend="triton")
+    assert torch.equal(gemm.grouped_fprop(x.rowwise, stacked, ends, backend="reference"), expected)
+
+
+def test_the_checked_in_table_is_well_formed():
+    table = json.loads(gemm_speed.TABLE.read_text())
+    assert table
+    for kinds in table.values():
+        for kind, rows in kinds.items():
+            assert kind.removesuffix("+=") in ("tensorwise", "1d2d", "1d1d")
+            assert all(min(m, n, k) > 0 and set(tflops) == {"triton", "cublaslt"} for m, n, k, tflops in rows)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_a_layer_runs_blockwise_through_the_mxfp8_gemm(name, device, monkeypatch):
+    """Hardware with block-scaled tensor cores, under emulation: all three GEMMs get MXFP8, and give the same bits."""
+
+    def run():
+        torch.manual_seed(0)
+        layer = Linear(200, 136, bias=True, recipe=get_recipe(name), params_dtype=torch.bfloat16)
+        x = torch.randn(37, 200, dtype=torch.bfloat16, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn_like(y))
+        return y, x.grad, layer.weight.grad, layer.bias.grad
+
+    expected, matmul, seen = run(), reference.matmul, []
+
+    def watched(a, b, *rest):
+        seen.append((a.scale, b.scale, a.tile.block, b.tile.block))
+        return matmul(a, b, *rest)
+
+    monkeypatch.setattr(reference, "matmul", watched)
+    device(gemm.Capability(native_mxfp8=True))
+    for got, want in zip(run(), expected, strict=True):
+        assert torch.equal(got, want)
+    assert seen == [(Scale.E8M0, Scale.E8M0, 32, 32)] * 3
