@@ -68,9 +68,8 @@ class FP8Config:
     )
     fp8_module_recipes: tuple[str, ...] = flag(
         (),
-        "Other recipes for some linears: PATTERN=RECIPE, PATTERN=RECIPE:hybrid or PATTERN=bf16, e.g. "
-        "'layers.*.mlp.fc2=tensorwise', or @FILE with one a line. Of several patterns that match, the last one counts; "
-        "one that matches no linear is an error.",
+        "Other recipes (tensorwise, tensorwise:hybrid, bf16) for some linears, e.g. '*.mlp.fc2=mxfp8', or @FILE with "
+        "one a line. The last pattern that matches counts; one without a match is an error.",
         nargs="+",
         metavar="PATTERN=RECIPE",
         shown_default="none",
@@ -106,7 +105,8 @@ class FP8Config:
     )
     fp8_gemm_backend: str = flag(
         "auto",
-        "Which FP8 GEMMs run: auto picks by device and measured speed, reference is plain PyTorch.",
+        "Which FP8 GEMMs run: auto picks by device and by a table of measured speed, triton takes the kernels of kernels/ "
+        "(compute capability 9.0; not for mxfp8), cublaslt PyTorch's scaled_mm, reference plain PyTorch.",
         choices=("auto", "triton", "cublaslt", "reference"),
     )
     fp8_monitor_interval: int = flag(
