@@ -4,10 +4,16 @@
     python tools/plan.py schedule --pipeline-model-parallel-size 4 --microbatches 8 --schedule zero-bubble
     python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 \\
         --microbatches 8 --output schedule.png
+    python tools/plan.py memory --num-layers 32 --hidden-size 4096 ... --bf16 --fp8-format e4m3
+    python tools/plan.py memory --measure --num-layers 2 ...
 
 `schedule` prints what every pipeline rank does and when, how long ranks idle (the bubble), and the activations that
 they hold; --output draws it. F is a forward, B a backward, I a backward without weight gradients, W those; `F3.1` is
 microbatch 3 in the rank's second virtual stage.
+
+`memory` takes the flags of a training and prints what a rank will hold, and what other precisions of weights and
+optimizer state would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps
+without data and prints what CUDA's allocator counts beside the forecast.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megafp8.config import parse_args as parse_flags
 from megafp8.core.pipeline.schedules import (
     SCHEDULES,
     Costs,
@@ -39,9 +46,9 @@ LABELS = {
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command = parser.add_subparsers(dest="command", required=True).add_parser(
-        "schedule", help="order, bubble and activations of a pipeline"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("memory", help="what a rank holds; takes the flags of pretrain_gpt.py, and --measure")
+    command = commands.add_parser("schedule", help="order, bubble and activations of a pipeline")
     add = command.add_argument
     add("--schedule", default="1f1b", choices=SCHEDULES, help="as --pipeline-schedule (default: 1f1b)")
     add("--pipeline-model-parallel-size", type=int, required=True, metavar="N", help="pipeline ranks")
@@ -144,8 +151,27 @@ def draw(timeline: Timeline, output: Path) -> None:
     plt.close(figure)
 
 
+def memory(argv: list[str]) -> list[str]:
+    """Lines of text on the memory of a training with these flags. Raises ValueError as `pretrain_gpt.py` does."""
+    from megafp8.plan.comparison import comparison_lines, measured_lines, with_vocabulary
+    from megafp8.plan.summary import memory_lines
+
+    measure = "--measure" in argv
+    config = with_vocabulary(parse_flags([arg for arg in argv if arg != "--measure"], check_files=False))
+    lines = ["memory of one rank (estimate)", *memory_lines(config), "", *comparison_lines(config)]
+    return [*lines, "", *measured_lines(config)] if measure else lines
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["memory"] and not {"-h", "--help"} & set(argv):
+        try:
+            print("\n".join(memory(argv[1:])))
+        except ValueError as error:
+            print(f"plan.py: error: {error}", file=sys.stderr)
+            return 2
+        return 0
+    args = parse_args(argv)
     try:
         schedule = checked_schedule(args)
     except ValueError as error:

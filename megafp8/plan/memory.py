@@ -4,8 +4,8 @@ What stays through a step, n being a parameter's elements and e the bytes of the
 
     weights           n e
     main gradients    4 n     FP32, each parameter's place in the flat buffer rounded up to 64 elements
-    masters           4 n     FP32, laid out alike
-    moments           8 n     two in FP32, laid out alike
+    masters           4 n     FP32, laid out alike; 2 n with --store-param-remainders
+    moments           8 n     two in FP32, laid out alike; in BF16 2 n each, in FP8 (1 + 5/64) n
     FP8 copies        a byte an element and the scales, rowwise and transposed, of each FP8 weight
 
 With --use-distributed-optimizer masters and moments are divided by the ranks that hold the same parameter. With
@@ -26,7 +26,9 @@ from megafp8.config import Config
 from megafp8.config.parallel import layout_sizes
 from megafp8.fp8 import gemm
 from megafp8.fp8.primary import orientations
+from megafp8.optimizer.groups import precision_of
 from megafp8.optimizer.layout import BufferLayout, Entry, Group, plan_layouts
+from megafp8.optimizer.precision import MASTERS, MOMENTS
 from megafp8.plan.activations import Activation, activations, peak_extra, quantized_bytes
 from megafp8.plan.shapes import LinearShape, linears, parameters
 
@@ -70,14 +72,14 @@ def plan_memory(config: Config, device: torch.device | str = "cpu") -> MemoryPla
     dtype = torch.bfloat16 if config.train.bf16 else torch.float32
     layouts = buffer_layouts(config)
     elements = sum(layout.numel for layout in layouts)
-    held = sum(layout.numel // layout.shards for layout in layouts)
+    held = [(layout.numel // layout.shards, layout.precision) for layout in layouts]
     primary = primary_weights(config)
     plain = sum(p.numel for p in parameters(config) if p.name not in primary)
     return MemoryPlan(
         weights=plain * dtype.itemsize + sum(primary.values()),
         main_grads=4 * elements,
-        masters=4 * held,
-        moments=8 * held,
+        masters=int(sum(n * MASTERS[precision.master] for n, precision in held)),
+        moments=int(sum(n * (MOMENTS[p.exp_avg] + MOMENTS[p.exp_avg_sq]) for n, p in held)),
         fp8_copies=fp8_copies(config, torch.device(device)),
         activations=tuple(activations(config, torch.device(device))),
         extra=peak_extra(config, torch.device(device)),
@@ -90,7 +92,14 @@ def buffer_layouts(config: Config) -> tuple[BufferLayout, ...]:
     sizes = layout_sizes(config.parallel)
     shards = (sizes["dp"] * sizes["cp"], sizes["edp"]) if config.optimizer.use_distributed_optimizer else (1, 1)
     entries = (
-        Entry(p.name, p.numel, torch.uint8 if p.name in primary else dtype, p.expert, Group(p.decay))
+        Entry(
+            p.name,
+            p.numel,
+            torch.uint8 if p.name in primary else dtype,
+            p.expert,
+            Group(p.decay),
+            precision=precision_of(p.name, config, decay=p.decay),
+        )
         for p in parameters(config)
     )
     return plan_layouts(entries, shards=shards[0], expert_shards=shards[1])

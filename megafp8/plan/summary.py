@@ -108,8 +108,8 @@ def memory_lines(config: Config, plan: MemoryPlan | None = None) -> list[str]:
     static = {
         "weights": plan.weights,
         "main gradients (fp32)": plan.main_grads,
-        "master weights (fp32)": plan.masters,
-        "Adam moments (fp32)": plan.moments,
+        "master weights": plan.masters,
+        "Adam moments": plan.moments,
         "FP8 copies of weights": plan.fp8_copies,
     }
     lines = [_row(label, value) for label, value in static.items()]

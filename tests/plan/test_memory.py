@@ -109,6 +109,18 @@ def test_static_memory_is_what_model_and_optimizer_hold(make, variant, values):
     assert plan.moments == sum(f.nbytes for s in (optimizer.exp_avg, optimizer.exp_avg_sq) for f in s.flats)
 
 
+@pytest.mark.parametrize("remainders", [False, True])
+def test_static_memory_of_state_below_fp32(make, remainders):
+    lower = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8"}
+    config = make("llama", bf16=True, store_param_remainders=remainders, **lower)
+    config = config.replace(keep_optimizer_state_in_fp32=("embedding.*",))
+    optimizer = build_optimizer(named_specs(build_model(config, ParallelContext(), "cpu")), config, ParallelContext())
+    plan = plan_memory(config)
+    assert plan.masters == optimizer.masters.nbytes
+    assert plan.moments == optimizer.exp_avg.nbytes + optimizer.exp_avg_sq.nbytes
+    assert plan.moments < 8 * plan.main_grads // 4
+
+
 PRIMARY = {"use_distributed_optimizer": True, "fp8_param_gather": True}
 
 

@@ -53,3 +53,14 @@ def test_mistakes(capsys, flag, value, words):
     argv = ["--pipeline-model-parallel-size", "2", "--microbatches", "3", flag, value]
     assert plan.main(["schedule", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_memory_takes_the_flags_of_a_training(capsys):
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3"
+    rest = "--train-iters 5 --tokenizer-type ByteTokenizer --mock-data --bf16 --fp8-format e4m3"
+    assert plan.main(["memory", *flags.split(), *rest.split()]) == 0
+    out = capsys.readouterr().out
+    assert "FP8 copies of weights" in out
+    assert "blockwise, FP8 primary" in out
+    assert plan.main(["memory", *flags.split(), *rest.split(), "--exp-avg-dtype", "fp8"]) == 2
+    assert "--exp-avg-dtype fp8 needs --use-precision-aware-optimizer" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Memory of weights, gradients and optimizer: in other precisions, and by the allocator's count."""
+
+from __future__ import annotations
+
+import torch
+
+from megafp8.config import Config, with_vocab_size
+from megafp8.core.gpt import build_model
+from megafp8.data import build_tokenizer
+from megafp8.fp8 import DelayedScaling
+from megafp8.optimizer import build_optimizer
+from megafp8.parallel import ParallelContext
+from megafp8.params import specs_in_order
+from megafp8.plan.memory import MemoryPlan, plan_memory
+from megafp8.plan.shapes import parameters
+from megafp8.step import StepContext
+
+RECIPES = {
+    "bf16": {"fp8_format": None, "fp8_recipe": None},
+    "tensorwise": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8 32x32": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"},
+    "mxfp8 1x32": {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_weight_tile": "1d"},
+}
+STATES = {
+    "fp32": {},
+    "remainders": {"store_param_remainders": True},
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp8 moments": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    "remainders, fp8 moments": {
+        "store_param_remainders": True,
+        "exp_avg_dtype": "fp8",
+        "exp_avg_sq_dtype": "fp8",
+    },
+}
+PLAIN = {
+    "fp8_input_tile": None,
+    "fp8_weight_tile": None,
+    "fp8_grad_tile": None,
+    "fp8_param_gather": False,
+    "use_precision_aware_optimizer": False,
+    "store_param_remainders": False,
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+}
+"""What the variants start from, whatever the configuration's own choices are."""
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with the size of its vocabulary. Raises ValueError when its tokenizer can't be loaded."""
+    return with_vocab_size(config, build_tokenizer(config.data).vocab_size)
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """The configuration in other precisions, by what they are; those that its own flags rule out are left out."""
+    found = {}
+    base = config.replace(**PLAIN)
+    if not config.train.bf16:
+        return {"fp32": base}
+    for recipe, flags in RECIPES.items():
+        found[f"{recipe}, BF16 weights"] = base.replace(**flags)
+        if recipe != "bf16":
+            found[f"{recipe}, FP8 primary"] = base.replace(**flags, fp8_param_gather=True)
+    for state, flags in STATES.items():
+        if flags:
+            found[f"bf16, {state}"] = base.replace(**RECIPES["bf16"], use_precision_aware_optimizer=True, **flags)
+    return found
+
+
+def comparison_lines(config: Config, device: str = "cpu") -> list[str]:
+    """A table: bytes a parameter of weights, FP8 copies, gradients and optimizer in each precision."""
+    numel = sum(p.numel for p in parameters(config))
+    lines = [
+        f"{'bytes a parameter':<36}{'weights':>9}{'copies':>9}{'grads':>9}{'optimizer':>11}{'sum':>9}{'of BF16':>9}"
+    ]
+    reference = None
+    for name, variant in variants(config).items():
+        plan = plan_memory(variant, device)
+        parts = [plan.weights, plan.fp8_copies, plan.main_grads, plan.masters + plan.moments]
+        reference = plan.static if reference is None else reference
+        w, c, g, o = (part / numel for part in parts)
+        total = plan.static / numel
+        lines.append(f"{name:<36}{w:9.3f}{c:9.3f}{g:9.3f}{o:11.3f}{total:9.3f}{plan.static / reference:9.4f}")
+    return lines
+
+
+def measured_lines(config: Config) -> list[str]:
+    """The forecast beside what CUDA's allocator counts, after two steps without data of this configuration.
+
+    Raises ValueError without a GPU, or for a configuration of several processes.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("--measure needs a CUDA GPU, and torch sees none; leave it out")
+    if config.parallel.world_size > 1 or config.parallel.pipeline_model_parallel_size > 1:
+        raise ValueError("--measure builds one process; give the flags of a job of one")
+    return measure(config, plan_memory(config, "cuda"), torch.device("cuda"))
+
+
+def measure(config: Config, plan: MemoryPlan, device: torch.device) -> list[str]:
+    """Builds the job, and takes two steps on random tokens; CUDA alone."""
+    before = torch.cuda.memory_allocated(device)
+    parallel = ParallelContext()
+    model = build_model(config, parallel, device)
+    scaling = DelayedScaling.of(model)
+    optimizer = build_optimizer(specs_in_order(model), config, parallel, scaling=scaling)
+    shape = (config.train.micro_batch_size, config.data.seq_length)
+    tokens = torch.randint(config.model.unpadded_vocab_size, shape, device=device)
+    held = peak = 0
+    for _ in range(2):
+        optimizer.zero_grad(1)
+        resident = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        loss = model(tokens, step=StepContext(grads=optimizer.grads, scaling=scaling), labels=tokens)
+        held = torch.cuda.memory_allocated(device) - resident
+        loss.backward()
+        optimizer.reduce_gradients()
+        peak = torch.cuda.max_memory_allocated(device)
+        if scaling is not None:
+            scaling.advance()
+        optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=tokens.numel())
+        del loss
+    return rows(
+        {
+            "weights, copies, gradients, optimizer": (plan.static, torch.cuda.memory_allocated(device) - before),
+            "activations": (plan.held, held),
+            "peak": (plan.total, peak - before),
+        }
+    )
+
+
+def rows(found: dict[str, tuple[int, int]]) -> list[str]:
+    lines = [f"{'MiB':<40}{'forecast':>12}{'allocator':>12}{'off':>8}"]
+    for name, (planned, measured) in found.items():
+        off = planned / measured - 1 if measured else 0.0
+        lines.append(f"{name:<40}{planned / 2**20:12.1f}{measured / 2**20:12.1f}{off:8.1%}")
+    return lines

@@ -1,0 +1,36 @@
+"""`tools/plan.py memory`: bytes a parameter in other precisions, from the formulas that --dry-run uses."""
+
+import pytest
+
+from megafp8.plan.comparison import comparison_lines, rows, variants
+from megafp8.plan.memory import plan_memory
+
+
+def table(lines):
+    return {line[:36].strip(): [float(word) for word in line[36:].split()] for line in lines[1:]}
+
+
+def test_bytes_a_parameter(make):
+    config = make("llama", bf16=True, num_layers=2, hidden_size=256, ffn_hidden_size=512)
+    found = table(comparison_lines(config))
+    weights, copies, grads, optimizer, total, ratio = found["bf16, BF16 weights"]
+    assert (weights, copies, ratio) == (2, 0, 1)
+    assert grads == pytest.approx(4, rel=1e-3)
+    assert optimizer == pytest.approx(12, rel=1e-3)
+    assert total == pytest.approx(18, rel=1e-3)
+    assert found["blockwise, FP8 primary"][4] <= 18 * 1.005
+    assert found["mxfp8 1x32, FP8 primary"][4] > found["mxfp8 1x32, FP8 primary"][4] - 1 > 17
+    assert found["bf16, remainders, fp8 moments"][3] == pytest.approx(2 + 2 * (1 + 5 / 64), rel=0.01)
+
+
+def test_variants_do_not_depend_on_the_configurations_own_precision(make):
+    plain = make("llama", bf16=True)
+    other = make("llama", bf16=True, fp8_format="e4m3", fp8_weight_tile="1d", use_precision_aware_optimizer=True,
+                 exp_avg_dtype="bf16")  # fmt: skip
+    for name, config in variants(plain).items():
+        assert plan_memory(config).static == plan_memory(variants(other)[name]).static, name
+
+
+def test_the_forecast_stands_beside_what_was_measured():
+    lines = rows({"activations": (3 << 20, 2 << 20)})
+    assert lines[1].split() == ["activations", "3.0", "2.0", "50.0%"]
