@@ -25,12 +25,14 @@ class RowSpec:
     """What a grouped linear wants of the rows it is given.
 
     quantizer: None for high precision. colwise: backward needs that copy. alignment: each expert's rows begin at a
-    multiple of it, rows of zeros between.
+    multiple of it, rows of zeros between; None: experts run one by one. gradients: how the gradient of the experts'
+    outputs is quantized.
     """
 
     quantizer: Quantizer | None = None
     colwise: bool = False
-    alignment: int = 1
+    alignment: int | None = None
+    gradients: Quantizer | None = None
 
 
 def travels(quantizer: Quantizer) -> bool:
@@ -77,7 +79,7 @@ def row_bytes(quantizer: Quantizer, features: int) -> int:
 
 def pack(rows: QuantizedStorage) -> Tensor:
     """uint8 `[T, row_bytes]`: each row's data, then its scales."""
-    scales = rows.scale_inv.contiguous().view(torch.uint8)
+    scales = rows.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.cat([rows.data.view(torch.uint8), scales], 1)
 
 

@@ -29,7 +29,7 @@ from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, multiply_wgrad, sum_rows
 
 
-def _pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
+def pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
     return quantized.rowwise if orientation == "rowwise" else quantized.colwise
 
 
@@ -44,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.args, ctx.bias = args, bias
         needs_wgrad, made = args.keep and weight.requires_grad, ()
         if args.producer is not None:
-            x, made = _produce(x, tensors, args, needs_wgrad)
+            x, made = produce(x, tensors, args, needs_wgrad)
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
             y, kept = args.comm.fprop(x, lambda x: F.linear(x, weight.to(args.dtype), _early(bias, args))), x
@@ -52,7 +52,7 @@ class LinearFunction(torch.autograd.Function):
             y, kept = _fprop_fp8(x, bias, args, needs_wgrad)
         if bias is not None and args.comm.sums_output:  # once, to the sum over the ranks
             y = y + bias
-        own, ctx.rebuild = _to_save(kept if needs_wgrad else None)
+        own, ctx.rebuild = to_save(kept if needs_wgrad else None)
         ctx.counts = len(own), len(made)
         # The weight is saved so that PyTorch refuses a backward after it was written to.
         ctx.save_for_backward(weight, *own, *made, *tensors)
@@ -76,7 +76,7 @@ class LinearFunction(torch.autograd.Function):
         return dx, dw, db, None, *others
 
 
-def _produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
+def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
     """The producer's value, quantized where it alone decides on the bytes, and what it keeps."""
     colwise = needs_wgrad and args.needs("input")["wgrad"] == "colwise" and not args.requantize_input
     value, made = args.producer.produce(x, tensors, args.input_want(x.shape[0], True, colwise))
@@ -117,10 +117,10 @@ class Remade:
         return grads, self._operand(grads.value) if remake else self.kept
 
     def _operand(self, value: Tensor | Quantized) -> Tensor | QuantizedStorage:
-        return _pick(value, self.args.needs("input")["wgrad"]) if isinstance(value, Quantized) else value
+        return pick(value, self.args.needs("input")["wgrad"]) if isinstance(value, Quantized) else value
 
 
-def _to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
+def to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
     """The tensors of what is kept, for autograd to hold, and how to put them together again (holding none)."""
     if kept is None:
         return (), lambda: None
@@ -192,7 +192,7 @@ def _fprop_fp8(
     y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:
         return y, x if args.producer is None else None
-    kept = _pick(quantized, needs["wgrad"])
+    kept = pick(quantized, needs["wgrad"])
     if kept is None:
         kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
     return y, kept
@@ -226,14 +226,14 @@ def _backward_fp8(
         quantized = _quantize_grad_output(dy, args, wanted)
     arriving = _arriving(x, args) if needs_wgrad and not isinstance(x, Remade) else None
     if needs_dgrad and dx is None:
-        w, grad_output = args.weight_operand("dgrad"), _pick(quantized, needs["dgrad"])
+        w, grad_output = args.weight_operand("dgrad"), pick(quantized, needs["dgrad"])
         dx = args.comm.dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
     if needs_dgrad and remade is not None:
         (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None)
         arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
     if not needs_wgrad:
         return dx, None, others
-    grad_output, (load, held) = _pick(quantized, needs["wgrad"]), arriving
+    grad_output, (load, held) = pick(quantized, needs["wgrad"]), arriving
 
     def wgrad(out: Tensor | None) -> Tensor:
         return gemm.wgrad(grad_output, load(), out, args.backend)
@@ -294,4 +294,4 @@ def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStor
     scaling = args.scaling("input", whole=whole)
     source = args.comm.gather(x) if whole else x
     pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", record=False)
-    return _pick(pair, orientation)
+    return pick(pair, orientation)

@@ -104,6 +104,11 @@ class Weight:
             self._drop()
             self._key = key
 
+    def version_key(self) -> tuple:
+        """What changes whenever the stored bytes do. Waits for those that are on their way."""
+        self._refresh(None)
+        return self._key[:3]
+
     def amax(self, scale: Tensor | None = None) -> Tensor:
         """The weight's amax (tensor tiles), once a version.
 

@@ -142,6 +142,8 @@ CASES = {
     f"{FP8} --fp8-module-recipes *=mxfp8:hybrid": ["--fp8-module-recipes '*=mxfp8:hybrid'", "e4m3 only"],
     f"{FP8} --fp8-module-recipes @nowhere.txt": ["--fp8-module-recipes @nowhere.txt", "can't be read"],
     f"{FP8} --device cpu --fp8-gemm-backend cublaslt": ["--fp8-gemm-backend cublaslt", "--device cpu", "use"],
+    f"{FP8} --device cpu --fp8-gemm-backend triton": ["--fp8-gemm-backend triton", "--device cpu", "use"],
+    f"{FP8} --fp8-recipe mxfp8 --fp8-gemm-backend triton": ["--fp8-gemm-backend triton", "mxfp8", "use auto"],
     # batches, length, recomputation
     "--global-batch-size 5": ["--global-batch-size 5", "--micro-batch-size 2", "multiple of 2"],
     "--train-samples 10": ["--train-iters 5", "--train-samples 10", "leave one out"],

@@ -72,6 +72,8 @@ def dispatch(c: Config) -> str | None:
         )
     if c.fp8.fp8_input_tile == "2d":
         return "--moe-fp8-dispatch with --fp8-input-tile 2d: tokens travel by row, each with its scales; use 1d"
+    if p.moe_fp8_combine_grad and p.moe_token_dispatcher_type == "allgather":
+        return "--moe-fp8-combine-grad with --moe-token-dispatcher-type allgather: gathers in BF16; use alltoall"
     if p.moe_fp8_combine_grad and c.fp8.fp8_grad_tile == "2d":
         return "--moe-fp8-combine-grad with --fp8-grad-tile 2d: gradients travel by row; use 1d"
     return None

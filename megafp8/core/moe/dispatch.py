@@ -6,22 +6,23 @@ all-to-all  each token goes to the ranks of its experts (exchange.py); the host 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megafp8.core.build import BuildContext
+from megafp8.core.build import BuildContext, DispatchPlan
 from megafp8.core.moe import exchange
 from megafp8.core.moe.everywhere import Everywhere
 from megafp8.core.moe.exchange import Exchange
-from megafp8.core.moe.experts import ExpertRows, Experts
+from megafp8.core.moe.experts import ExpertRows
 from megafp8.core.moe.permutation import Permutation, combine, permute_weights, sums
 from megafp8.core.moe.router import Routing
 from megafp8.core.moe.wire import Wire
 from megafp8.core.tensor_parallel.mappings import sum_over
-from megafp8.fp8.grouped_rows import RowSpec, take_rows
+from megafp8.fp8.grouped_rows import RowSpec, take_rows, travels
+from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.parallel import Axis
 
@@ -29,12 +30,12 @@ from megafp8.parallel import Axis
 class Dispatcher(Protocol):
     """Between `send` and `receive` tokens may be on their way, while something else is computed."""
 
-    def send(self, x: Tensor, routing: Routing, weights: Tensor) -> Any:
-        """x: [T, hidden]; weights: FP32 [T, k], routing's."""
+    def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> Any:
+        """x: [T, hidden]; weights: FP32 [T, k], routing's; spec: how the experts here want their rows."""
         ...
 
-    def receive(self, sent: Any, *, training: bool) -> ExpertRows:
-        """What this rank's experts work on; training: a backward may follow."""
+    def receive(self, sent: Any) -> ExpertRows:
+        """What this rank's experts work on."""
         ...
 
     def bring_back(self, y: Tensor, sent: Any) -> Tensor:
@@ -42,37 +43,50 @@ class Dispatcher(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Here:
-    """num_experts: all of them are on this rank. spec: of the rows that they want, in backward's presence."""
+class _Sent(NamedTuple):
+    """Tokens that stay, and where their rows will be."""
 
-    num_experts: int
+    x: Tensor
+    weights: Tensor
+    order: Permutation
     spec: RowSpec
 
-    def send(self, x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor, Permutation]:
-        options = {"drops": routing.drops, "capacity": routing.capacity, "alignment": self.spec.alignment}
-        return x, weights, Permutation.of(routing.experts, self.num_experts, **options)
 
-    def receive(self, sent: tuple[Tensor, Tensor, Permutation], *, training: bool) -> ExpertRows:
-        x, weights, order = sent
-        rows = _Rows.apply(x, order, _for(self.spec, training), x.dtype)
-        return ExpertRows(rows, permute_weights(weights, order), order.counts)
+@dataclass(frozen=True)
+class Here:
+    """num_experts: all of them are on this rank."""
 
-    def bring_back(self, y: Tensor, sent: tuple[Tensor, Tensor, Permutation]) -> Tensor:
-        return combine(y, sent[2])
+    num_experts: int
+
+    def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> _Sent:
+        options = {"drops": routing.drops, "capacity": routing.capacity, "alignment": spec.alignment or 1}
+        return _Sent(x, weights, Permutation.of(routing.experts, self.num_experts, **options), spec)
+
+    def receive(self, sent: _Sent) -> ExpertRows:
+        rows = _Rows.apply(sent.x, sent.order, sent.spec)
+        return ExpertRows(rows, permute_weights(sent.weights, sent.order), sent.order.counts, sent.spec.alignment)
+
+    def bring_back(self, y: Tensor, sent: _Sent) -> Tensor:
+        return combine(y, sent.order)
 
 
 class _Rows(torch.autograd.Function):
     """x [T, hidden] as rows by expert, in high precision or quantized."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Permutation, spec: RowSpec, dtype: torch.dtype) -> Tensor | QuantizedTensor:
+    def forward(ctx, x: Tensor, order: Permutation, spec: RowSpec) -> Tensor | QuantizedTensor:
         ctx.save_for_backward(order.rows, order.kept)
-        return take_rows(x, order.tokens, spec, dtype)
+        return take_rows(x, order.tokens, spec, x.dtype)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        return sums(grad_output, *ctx.saved_tensors), None, None, None
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return sums(grad_output, *ctx.saved_tensors), None, None
+
+
+class _Moving(NamedTuple):
+    move: Exchange
+    on_the_way: tuple[Tensor, Tensor]
+    spec: RowSpec
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,9 @@ class AllToAll:
     num_experts: int
     axis: Axis
     copies: int
-    wire: Wire
-    spec: RowSpec
+    plan: DispatchPlan
 
-    def send(self, x: Tensor, routing: Routing, weights: Tensor) -> tuple[Exchange, tuple[Tensor, Tensor]]:
+    def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> _Moving:
         """A choice's `copies` rows follow each other; each rank's experts count from 0."""
         here = self.num_experts * self.copies // self.axis.size
         experts = routing.experts[..., None]
@@ -95,16 +108,15 @@ class AllToAll:
             places = places.where(experts < self.num_experts, self.axis.size * here)
         options = {"drops": routing.drops, "capacity": routing.capacity}
         outgoing = Permutation.of(places.flatten(1), self.axis.size * here, **options)
-        move = Exchange.of(self.axis, self.wire, outgoing, x, self.spec.alignment)
-        return move, exchange.send(x, weights.repeat_interleave(self.copies, 1), move)
+        move = Exchange.of(self.axis, _wire(self.plan, spec), outgoing, x, spec.alignment or 1)
+        return _Moving(move, exchange.send(x, weights.repeat_interleave(self.copies, 1), move), spec)
 
-    def receive(self, sent: tuple[Exchange, tuple[Tensor, Tensor]], *, training: bool) -> ExpertRows:
-        move, travelling = sent
-        rows, weights = exchange.receive(travelling, move, _for(self.spec, training))
-        return ExpertRows(rows, weights, move.incoming.counts)
+    def receive(self, sent: _Moving) -> ExpertRows:
+        rows, weights = exchange.receive(sent.on_the_way, sent.move, sent.spec)
+        return ExpertRows(rows, weights, sent.move.incoming.counts, sent.spec.alignment)
 
-    def bring_back(self, y: Tensor, sent: tuple[Exchange, tuple[Tensor, Tensor]]) -> Tensor:
-        return exchange.receive_back(exchange.send_back(y, sent[0]), sent[0])
+    def bring_back(self, y: Tensor, sent: _Moving) -> Tensor:
+        return exchange.receive_back(exchange.send_back(y, sent.move), sent.move)
 
 
 @dataclass(frozen=True)
@@ -114,31 +126,35 @@ class AllGather:
     first: int
     count: int
     axis: Axis
-    wire: Wire
-    spec: RowSpec
+    plan: DispatchPlan
 
-    def send(self, x: Tensor, routing: Routing, weights: Tensor) -> Everywhere:
+    def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> Everywhere:
         capacity = None if routing.capacity is None else routing.capacity * self.axis.size
-        return Everywhere(self.axis, self.wire.tokens, x, weights, routing.experts, capacity)
+        return Everywhere(self.axis, _wire(self.plan, spec).tokens, x, weights, routing.experts, capacity, spec)
 
-    def receive(self, sent: Everywhere, *, training: bool) -> ExpertRows:
-        rows, weights, counts = sent.receive(self.first, self.count, _for(self.spec, training))
-        return ExpertRows(rows, weights, counts)
+    def receive(self, sent: Everywhere) -> ExpertRows:
+        rows, weights, counts = sent.receive(self.first, self.count)
+        return ExpertRows(rows, weights, counts, sent.spec.alignment)
 
     def bring_back(self, y: Tensor, sent: Everywhere) -> Tensor:
         return sum_over(combine(y, sent.order), self.axis, scatter=True)
 
 
-def _for(spec: RowSpec, training: bool) -> RowSpec:
-    return spec if training and torch.is_grad_enabled() else replace(spec, colwise=False)
+def _wire(plan: DispatchPlan, spec: RowSpec) -> Wire:
+    """In FP8 what is wanted so, where the experts run in FP8."""
+
+    def able(wanted: bool, quantizer: Quantizer | None) -> Quantizer | None:
+        return quantizer if wanted and quantizer is not None and travels(quantizer) else None
+
+    return Wire(able(plan.fp8_tokens, spec.quantizer), able(plan.fp8_gradients, spec.gradients))
 
 
-def dispatcher_of(build: BuildContext, experts: Experts) -> Dispatcher:
-    """The dispatcher of the layer whose experts on this rank are `experts`."""
-    parallel = build.parallel
+def dispatcher_of(build: BuildContext) -> Dispatcher:
+    """The dispatcher of a layer with experts."""
+    count, parallel = build.model.num_experts, build.parallel
     if not build.exchanges_tokens:
-        return Here(build.model.num_experts, experts.row_spec)
-    first, _ = parallel.ep.split(build.model.num_experts)
+        return Here(count)
     if build.dispatch.gathers:
-        return AllGather(first, len(experts), parallel.ep_etp, Wire(), experts.row_spec)
-    return AllToAll(build.model.num_experts, parallel.ep_etp, parallel.etp.size, Wire(), experts.row_spec)
+        first, last = parallel.ep.split(count)
+        return AllGather(first, last - first, parallel.ep_etp, build.dispatch)
+    return AllToAll(count, parallel.ep_etp, parallel.etp.size, build.dispatch)

@@ -20,7 +20,8 @@ class Everywhere:
     """The tokens of all ranks, on their way from the start; all ranks have as many.
 
     x: [T, hidden]; weights: FP32 [T, k]; experts: int64 [T, k]. quantizer: tokens travel in its FP8. capacity: rows
-    that each expert is filled up to, of all ranks together. order: of the rows taken, once they are received.
+    that each expert is filled up to, of all ranks together. spec: how rows are wanted. order: of the rows taken, once
+    they are received.
     """
 
     order: Permutation
@@ -33,14 +34,15 @@ class Everywhere:
         weights: Tensor,
         experts: Tensor,
         capacity: int | None,
+        spec: RowSpec,
     ) -> None:
-        self.axis, self.quantizer, self.capacity = axis, quantizer, capacity
+        self.axis, self.quantizer, self.capacity, self.spec = axis, quantizer, capacity, spec
         self.x, self.weights = x, weights
         tokens = x.detach() if quantizer is None else pack(quantizer.quantize(x, rowwise=True).rowwise)
         moving = (experts, tokens, weights.detach())
         self._moving = [axis.post_gather(part.contiguous()) for part in moving]
 
-    def receive(self, first: int, count: int, spec: RowSpec) -> tuple[Tensor | QuantizedTensor, Tensor, Tensor]:
+    def receive(self, first: int, count: int) -> tuple[Tensor | QuantizedTensor, Tensor, Tensor]:
         """The rows of experts `first` to `first + count` as `spec` says, [R, hidden]; weights FP32 [R]; counts [count].
 
         Waits for the number of rows, the only wait for the device.
@@ -48,9 +50,9 @@ class Everywhere:
         experts, tokens, weights = self._arrived()
         own = (experts >= first) & (experts < first + count)
         own = (experts - first).where(own, count)
-        order = Permutation.of(own, count, drops=True, capacity=self.capacity, alignment=spec.alignment)
+        order = Permutation.of(own, count, drops=True, capacity=self.capacity, alignment=self.spec.alignment or 1)
         self.order = order.cut(int(order.counts.sum()))
-        rows, of_rows = _Take.apply(self.x, self.weights, self, tokens, weights, spec)
+        rows, of_rows = _Take.apply(self.x, self.weights, self, tokens, weights, self.spec)
         self.x = self.weights = None
         return rows, of_rows, self.order.counts
 

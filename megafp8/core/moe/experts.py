@@ -1,4 +1,4 @@
-"""The experts of a layer: MLPs, one after the other, each with its own rows, linears and tiles.
+"""The experts of a layer: MLPs, each with its own rows, parameters and tiles, that run as one where they are alike.
 
 A token's weight multiplies its row between the activation and fc2: the same as weighing the expert's output, as fc2
 has no bias, and then no output needs to be kept for the weight's gradient.
@@ -6,6 +6,7 @@ has no bias, and then no output needs to be kept for the weight's gradient.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.mlp import MLP
+from megafp8.core.transformer.recompute import remade
 from megafp8.fp8 import Linear
+from megafp8.fp8.grouped_linear import GroupedLinear, can_group, rows_alignment
 from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import Init
@@ -24,11 +27,16 @@ from megafp8.step import StepContext
 @dataclass(frozen=True)
 class ExpertRows:
     """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; counts: int64 [E], rows of
-    each. Rows past the last expert's are nobody's."""
+    each, multiples of `alignment`. Rows past the last expert's are nobody's. alignment: None for one by one."""
 
     x: Tensor | QuantizedTensor
     weights: Tensor
     counts: Tensor
+    alignment: int | None = None
+
+    @property
+    def ends(self) -> Tensor:
+        return self.counts.cumsum(0).to(torch.int32)
 
 
 class Experts(nn.ModuleList):
@@ -44,16 +52,48 @@ class Experts(nn.ModuleList):
             for e in range(first, last)
         )
 
+        self.recomputed = recomputed
+        self._grouped = (GroupedLinear([mlp.fc1 for mlp in self]), GroupedLinear([mlp.fc2 for mlp in self]))
+
     @property
-    def row_spec(self) -> RowSpec:
-        """How their input is wanted."""
-        return RowSpec()
+    def groups(self) -> bool:
+        """Whether all run as one; else one after the other."""
+        return all(can_group(grouped.linears) for grouped in self._grouped)
+
+    def row_spec(self, *, training: bool) -> RowSpec:
+        """How their input is wanted; training: whether backward follows."""
+        if not self.groups:
+            return RowSpec()
+        fc1, fc2 = (grouped.linears for grouped in self._grouped)
+        first, last = fc1[0].input_spec(training and torch.is_grad_enabled()), fc2[0].recipe
+        return RowSpec(
+            first.quantizer,
+            first.quantizer is not None and first.colwise,
+            math.lcm(rows_alignment(fc1), rows_alignment(fc2)),
+            None if last is None else last.quantizer("grad_output"),
+        )
 
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
         """Returns [R, hidden].
 
         An expert without rows runs too: its weights' gradients are zero, and they become ready like all others.
         """
+        if rows.alignment is None:
+            return self._one_by_one(rows, step)
+        fc1, fc2 = self._grouped
+        mlp, options = self[0], {"ends": rows.ends, "step": step, "alignment": rows.alignment}
+        inner = fc1(rows.x, **options)
+        if mlp.fc2.takes_producer:
+            want = mlp.fc1.grad_want()
+            return fc2(inner, producer=mlp.activation, tensors=(rows.weights,), grad_want=want, **options)
+        y = mlp.activation(inner, rows.weights)
+        if self.recomputed or not mlp.remake:
+            return fc2(y, **options)
+        inner, weights = inner.detach(), rows.weights.detach()
+        with remade(y, lambda: mlp.activation.compute(inner, weights)):
+            return fc2(y, **options)
+
+    def _one_by_one(self, rows: ExpertRows, step: StepContext) -> Tensor:
         counts = rows.counts.tolist()
         rest = rows.x.shape[0] - sum(counts)
         *inputs, nobodys = rows.x.split([*counts, rest])

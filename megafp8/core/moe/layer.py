@@ -30,7 +30,7 @@ class MoELayer(nn.Module):
         self.gathered, self.tp = (Axis(), Axis()) if exchanges else (tokens, build.tp)
         self.router = Router(f"{name}.router", build, tokens=tokens if exchanges else None)
         self.experts = Experts(f"{name}.experts", build, recomputed=recomputed)
-        self.dispatcher = dispatcher_of(build, self.experts)
+        self.dispatcher = dispatcher_of(build)
         shared = build.model.moe_shared_expert_intermediate_size
         self.recompute_shared = "shared_experts" in build.recompute.modules and not recomputed
         inside = recomputed or self.recompute_shared
@@ -51,9 +51,10 @@ class MoELayer(nn.Module):
         """The sum of the routed experts' outputs; and that of the shared ones, if they run while tokens travel."""
         # A tensor-parallel rank's part of an expert sees a part of what tokens and weights give.
         weights = sum_gradient(routing.weights, self.tp)
-        on_the_way = self.dispatcher.send(sum_gradient(x, self.tp), routing, weights)
+        spec = self.experts.row_spec(training=step.training)
+        on_the_way = self.dispatcher.send(sum_gradient(x, self.tp), routing, weights, spec)
         shared = self._shared(x, step) if self.overlap_shared else None
-        rows = self.dispatcher.receive(on_the_way, training=step.training)
+        rows = self.dispatcher.receive(on_the_way)
         y = self.dispatcher.bring_back(self.experts(rows, step), on_the_way)
         return sum_over(y, self.tp, scatter=False), shared
 

@@ -1,0 +1,234 @@
+"""Grouped linears: many like linears, each of its own rows of one buffer, in one GEMM of each kind.
+
+    fprop   Y[rows of g]  = Q(X)[rows of g] @ Q(W[g]).T
+    dgrad   dX[rows of g] = Q(dY)[rows of g] @ Q(W[g])
+    wgrad   dW[g]        += Q(dY)[rows of g].T @ Q(X)[rows of g]        FP32, into the sink's buffers
+
+Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
+tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. Sizes stay on the device. Rows
+past the last end are nobody's: they may hold anything, and no GEMM reads them.
+
+What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megafp8.fp8 import gemm, grouped_matmul
+from megafp8.fp8.linear import Linear
+from megafp8.fp8.linear_args import LinearArgs
+from megafp8.fp8.linear_function import Remade, pick, produce, to_save
+from megafp8.fp8.producer import Producer, Want
+from megafp8.fp8.storage import Quantized, QuantizedStorage
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.fp8.weight_stack import WeightStack, stacked
+from megafp8.fp8.wgrad import Wgrad
+from megafp8.step import StepContext
+
+
+@dataclass(frozen=True)
+class GroupedArgs(LinearArgs):
+    """stack: the weights; `weight` is the first one's. ends: int32 [G], one past each linear's last row; alignment: a
+    number that all of them are multiples of."""
+
+    stack: WeightStack | None = None
+    ends: Tensor | None = None
+    alignment: int = 1
+
+    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
+        return Want(self.recipe.quantizer("input"), rowwise, colwise)
+
+    def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
+        """A stack has no name to be seen under; a step that is observed runs linears one by one."""
+
+
+def can_group(linears: Sequence[Linear]) -> bool:
+    """Whether these linears run as one: alike, and with tiles that rows of zeros can keep apart."""
+    first = linears[0]
+    recipes = {linear.recipe for linear in linears}
+    alike = len(recipes) == 1 and all(linear.weight.shape == first.weight.shape for linear in linears)
+    plain = all(linear.bias is None and linear.comm.grid is None for linear in linears)
+    trained = len({linear.weight.requires_grad for linear in linears}) == 1
+    (recipe, *_) = recipes
+    tiled = recipe is None or (recipe.tiles["input"], recipe.tiles["grad_output"]) == ("1d", "1d")
+    return alike and plain and trained and tiled
+
+
+def rows_alignment(linears: Sequence[Linear]) -> int:
+    """Rows that the linears' tiles span."""
+    recipe = linears[0].recipe
+    return 1 if recipe is None else recipe.block
+
+
+class GroupedLinear:
+    """linears: for which `can_group`; their parameters stay theirs."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = tuple(linears)
+        self._stack: WeightStack | None = None
+
+    @property
+    def stack(self) -> WeightStack:
+        owners = [linear._own_weight() for linear in self.linears]
+        if self._stack is None or not self._stack.is_of(owners):
+            self._stack = WeightStack(owners)
+        return self._stack
+
+    def __call__(
+        self,
+        x: Tensor,
+        ends: Tensor,
+        step: StepContext | None = None,
+        *,
+        alignment: int = 1,
+        producer: Producer | None = None,
+        tensors: tuple[Tensor, ...] = (),
+        grad_want: Want | None = None,
+    ) -> Tensor:
+        """x: [R, in_features], high precision or QuantizedTensor; returns [R, out_features].
+
+        ends: int32 [G] on the device, multiples of `alignment`. producer, tensors, grad_want: as in `Linear`.
+        """
+        first, stack = self.linears[0], self.stack
+        args = GroupedArgs(
+            weight=stack.weights[0],
+            recipe=first.recipe,
+            step=step,
+            name=None,
+            requantize_input=first.requantize_input,
+            comm=first.comm,
+            backend=first.gemm_backend,
+            keep=torch.is_grad_enabled(),
+            dtype=first.weight.dtype,
+            producer=producer,
+            grad_want=grad_want,
+            stack=stack,
+            ends=ends,
+            alignment=alignment,
+        )
+        return GroupedLinearFunction.apply(x, args, len(tensors), *tensors, *stack.params)
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """x: [R, K]; with a producer its input, and `rest` its tensors, then all weights. Returns [R, N]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, args: GroupedArgs, count: int, *rest: Tensor) -> Tensor:
+        tensors, weights = rest[:count], rest[count:]
+        ctx.args, ctx.producer_tensors, made = args, count, ()
+        needs_wgrad = args.keep and weights[0].requires_grad
+        if args.producer is not None:
+            x, made = produce(x, tensors, args, needs_wgrad)
+        if args.recipe is None:
+            x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
+            y, kept = grouped_matmul.fprop(x, args.stack.values(args.dtype), args.ends), x
+        else:
+            y, kept = _fprop_fp8(x, args, needs_wgrad)
+        own, ctx.rebuild = to_save(kept if needs_wgrad else None)
+        ctx.counts = len(own), len(made)
+        # The weights are saved so that PyTorch refuses a backward after they were written to.
+        ctx.save_for_backward(*own, *made, *rest)
+        return y
+
+    @staticmethod
+    @once_differentiable  # a gradient of the gradient would silently lack these linears
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        args, (own, made), count = ctx.args, ctx.counts, ctx.producer_tensors
+        saved = ctx.saved_tensors
+        needs_dgrad = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3 : 3 + count])
+        needs_wgrad = ctx.needs_input_grad[3 + count]
+        x = ctx.rebuild(*saved[:own])
+        if args.producer is not None:
+            x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made : own + made + count]))
+        run = _backward_high_precision if args.recipe is None else _backward_fp8
+        dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad)
+        dws = deliver_stack(args, wgrad) if needs_wgrad else (None,) * len(args.stack.params)
+        return dx, None, None, *(others or (None,) * count), *dws
+
+
+def _fprop_fp8(
+    x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool
+) -> tuple[Tensor, QuantizedStorage | Tensor | None]:
+    """Y, and what to keep of x for wgrad."""
+    orientation = args.needs("input")["wgrad"]
+    given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
+    remakes = args.requantize_input and args.producer is not None
+    if given is None:
+        colwise = needs_wgrad and orientation == "colwise" and not remakes
+        given = args.recipe.quantizer("input").quantize(x, True, colwise)
+    y = gemm.grouped_fprop(given.rowwise, args.stack.operand("fprop"), args.ends, args.dtype, args.backend)
+    if remakes or not needs_wgrad:
+        return y, None
+    kept = pick(given, orientation)
+    return y, args.recipe.quantizer("input").derive_colwise(given.rowwise) if kept is None else kept
+
+
+def _backward_high_precision(
+    dy: Tensor, x: Tensor | None, args: GroupedArgs, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Tensor | None, Wgrad | None, tuple]:
+    ends = args.ends
+    dx = grouped_matmul.dgrad(dy, args.stack.values(dy.dtype), ends) if needs_dgrad else None
+    if not needs_wgrad:
+        return dx, None, ()
+    return dx, Wgrad(lambda out: grouped_matmul.wgrad(dy, x, ends, out), dy.nbytes + x.nbytes), ()
+
+
+def _backward_fp8(
+    dy: Tensor, x: QuantizedStorage | Remade | None, args: GroupedArgs, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Tensor | None, Wgrad | None, tuple]:
+    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once."""
+    needs, ends = args.needs("grad_output"), args.ends
+    wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
+    if not wanted:
+        return None, None, ()
+    if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
+        quantized = dy.quantized
+    else:
+        quantized = args.recipe.quantizer("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted)
+    dx, others = None, ()
+    if needs_dgrad:
+        weight = args.stack.operand("dgrad")
+        dx = gemm.grouped_dgrad(pick(quantized, needs["dgrad"]), weight, ends, args.dtype, args.backend)
+    if isinstance(x, Remade):
+        if needs_dgrad:
+            (dx, others, _), x = x.gradient(dx, needs_wgrad)
+        else:
+            x = x.again()
+    if not needs_wgrad:
+        return dx, None, others
+    grad_output, alignment, backend = pick(quantized, needs["wgrad"]), args.alignment, args.backend
+
+    def wgrad(out: Tensor | None) -> Tensor:
+        return gemm.grouped_wgrad(grad_output, x, ends, out, alignment, backend)
+
+    return dx, Wgrad(wgrad, grad_output.nbytes + x.nbytes), others
+
+
+def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor | None, ...]:
+    """Delivers the gradients of all weights, now or when the step's queue runs them."""
+    params, step = args.stack.params, args.step
+    if step is None or step.grads is None:
+        return tuple(dw.to(param.dtype) for dw, param in zip(wgrad.run(None), params, strict=True))
+    grads = step.grads
+
+    def run() -> None:
+        buffers = [grads.buffer(param) for param in params]
+        together = stacked(buffers)
+        product = wgrad.run(together)
+        if together is None:
+            for buffer, part in zip(buffers, product, strict=True):
+                buffer.add_(part)
+        for param in params:
+            grads.ready(param)
+
+    if args.defers:
+        step.wgrads.submit(run, wgrad.held_bytes)
+    else:
+        run()
+    return (None,) * len(params)

@@ -1,0 +1,130 @@
+"""WeightStack: the weights of like linears, such as a layer's experts, as one operand `[G, N, K]`.
+
+Each weight keeps its owner (`Weight`), its version and its name; a stack derives FP8 copies of all of them together, at
+most once a version. Where the stored bytes lie at one distance from each other, as in the optimizer's flat buffers,
+a stack of them is a view; elsewhere it is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8 import gemm
+from megafp8.fp8.param import Weight
+from megafp8.fp8.recipe import Recipe
+from megafp8.fp8.reference import transpose
+from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """`[G, ...]`, a view of contiguous tensors of one shape that lie at one distance in one storage; else None."""
+    first = tensors[0].detach()
+    if len(tensors) == 1:
+        return first[None] if first.is_contiguous() else None
+    step = tensors[1].storage_offset() - first.storage_offset()
+    place, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for number, tensor in enumerate(tensors):
+        alike = tensor.shape == first.shape and tensor.dtype == first.dtype and tensor.is_contiguous()
+        there = tensor.storage_offset() == place + number * step
+        if not (alike and there) or tensor.untyped_storage().data_ptr() != storage:
+            return None
+    if step < first.numel():
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def stack_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.stack` of FP8 or scales; few operators know 8-bit floats."""
+    if tensors[0].element_size() > 1:
+        return torch.stack(list(tensors))
+    return torch.stack([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+
+
+class WeightStack:
+    """weights: of one recipe, shape and dtype, in order."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = tuple(weights)
+        self.params = [weight.param for weight in weights]
+        self.recipe: Recipe | None = weights[0].recipe
+        self.keep_transposed = all(weight.keep_transposed for weight in weights)
+        self._key: tuple | None = None
+        self._copies: dict[str, QuantizedStorage] = {}
+
+    def is_of(self, weights: Sequence[Weight]) -> bool:
+        return len(weights) == len(self.weights) and all(a is b for a, b in zip(weights, self.weights, strict=True))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """High-precision `[G, N, K]`."""
+        for weight in self.weights:
+            weight.version_key()
+        view = stacked(self.params)
+        return (torch.stack([p.detach() for p in self.params]) if view is None else view).to(dtype)
+
+    def operand(self, gemm_name: str) -> QuantizedStorage:
+        """The FP8 operand of "grouped_fprop" or "grouped_dgrad", derived at most once a version."""
+        key = tuple(weight.version_key() for weight in self.weights)
+        if key != self._key:
+            self._key, self._copies = key, {}
+        orientation = gemm.needs(self.recipe, "weight", self.params[0].device)[gemm_name]
+        if orientation in self._copies:
+            return self._copies[orientation]
+        storage = self._derive(orientation)
+        if self.keep_transposed or orientation == "rowwise" or not storage.tile.symmetric:
+            self._copies[orientation] = storage
+        return storage
+
+    def _derive(self, orientation: str) -> QuantizedStorage:
+        quantizer = self.recipe.quantizer("weight")
+        tile = quantizer.spec.tile
+        if orientation == "colwise" and tile.symmetric:
+            row = self.operand("fprop")
+            scales = row.scale_inv.transpose(1, 2).contiguous()
+            return QuantizedStorage(_transposed(row.data), scales, tile, row.scale, "colwise")
+        if self.weights[0].primary is not None:
+            return self._of_primary(orientation)
+        values = self.values(self.params[0].dtype)
+        whole_tiles = tile.kind == "1d" or values.shape[1] % tile.block == 0
+        if orientation == "rowwise" and whole_tiles and values.is_contiguous():
+            row = quantizer.quantize(values.flatten(0, 1)).rowwise  # no tile lies in two weights
+            data, scales = (t.unflatten(0, (len(self.weights), -1)) for t in (row.data, row.scale_inv))
+            return QuantizedStorage(data, scales, tile, row.scale, orientation)
+        rowwise = orientation == "rowwise"
+        parts = [quantizer.quantize(value, rowwise, not rowwise) for value in values]
+        return self._together([part.rowwise or part.colwise for part in parts])
+
+    def _of_primary(self, orientation: str) -> QuantizedStorage:
+        """Of FP8 primary weights: the stored bytes, which the colwise copy transposes."""
+        data = [weight.primary.data[orientation] for weight in self.weights]
+        scales = stack_bytes([weight.primary.scale_inv[orientation] for weight in self.weights])
+        view = stacked(data)
+        together = stack_bytes(data) if view is None else view
+        if orientation == "colwise":
+            together = _transposed(together)
+        spec = self.recipe.quantizer("weight").spec
+        return QuantizedStorage(together, scales, spec.tile, spec.scale, orientation)
+
+    @staticmethod
+    def _together(parts: list[QuantizedStorage]) -> QuantizedStorage:
+        first = parts[0]
+        scales = stack_bytes([gemm_layout(part.scale_inv, part.tile) for part in parts])
+        data = stack_bytes([part.data for part in parts])
+        return QuantizedStorage(data, scales, first.tile, first.scale, first.orientation)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the derived copies held now; views of stored bytes are none."""
+        of_primary = self.weights[0].primary is not None
+        copies = (copy for name, copy in self._copies.items() if not (of_primary and name == "rowwise"))
+        return sum(copy.nbytes for copy in copies)
+
+
+def _transposed(data: Tensor) -> Tensor:
+    """`[G, N, K]` as `[G, K, N]`, byte by byte."""
+    out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=torch.uint8, device=data.device)
+    for number, part in enumerate(data):
+        out[number] = transpose(part).view(torch.uint8)
+    return out.view(data.dtype)

@@ -1,0 +1,210 @@
+"""Grouped linears against the same linears one by one, on the same rows: the same bits."""
+
+import pytest
+import torch
+
+from megafp8.fp8 import Linear, get_recipe
+from megafp8.fp8.grouped_linear import GroupedLinear, can_group
+from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, travels, unpack
+from megafp8.fp8.storage import Quantized, QuantizedStorage
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.fp8.weight_stack import stacked
+from megafp8.params import Init, ParamSpec
+from megafp8.step import StepContext
+
+COUNTS, IN, OUT = [1, 0, 37, 130], 96, 160
+RECIPES = {
+    "none": None,
+    "blockwise": get_recipe("blockwise"),
+    "fp32 scales": get_recipe("blockwise", power_of_two_scales=False),
+    "1d weights": get_recipe("blockwise", weight_tile="1d"),
+    "mxfp8": get_recipe("mxfp8"),
+}
+
+
+def linears(recipe) -> list[Linear]:
+    torch.manual_seed(0)
+    made = []
+    for g in range(len(COUNTS)):
+        spec = ParamSpec(f"experts.{g}.fc1.weight", (OUT, IN), Init("normal", 1.0), True, expert=True)
+        made.append(Linear(IN, OUT, False, recipe=recipe, weight_spec=spec, params_dtype=torch.bfloat16))
+        torch.nn.init.normal_(made[-1].weight)
+    return made
+
+
+def filled(recipe) -> tuple[list[int], int]:
+    """Rows of each group with its filling, and the alignment."""
+    block = 1 if recipe is None else recipe.block
+    return [-(-count // block) * block for count in COUNTS], block
+
+
+def rows(recipe, seed: int, width: int) -> torch.Tensor:
+    """Rows of the groups, zeros between; NaN past the last."""
+    generator = torch.Generator().manual_seed(seed)
+    room, _ = filled(recipe)
+    x = torch.full((sum(room) + 8, width), torch.nan, dtype=torch.bfloat16)
+    start = 0
+    for count, size in zip(COUNTS, room, strict=True):
+        x[start : start + size] = 0
+        x[start : start + count] = torch.randn(count, width, generator=generator).bfloat16()
+        start += size
+    return x
+
+
+class Sink:
+    """Gradient buffers, adjacent or apart."""
+
+    def __init__(self, made, adjacent: bool) -> None:
+        flat = torch.full((len(made), OUT + 4, IN), 0.5)
+        self.buffers = [flat[g, :OUT] if adjacent else flat[g, :OUT].clone() for g in range(len(made))]
+        self.of = {id(linear.weight): g for g, linear in enumerate(made)}
+        self.calls = []
+
+    def buffer(self, param):
+        return self.buffers[self.of[id(param)]]
+
+    def ready(self, param):
+        self.calls.append(self.of[id(param)])
+
+
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_linears_one_by_one(name, adjacent):
+    """CASES 11, 12, 13: empty groups, odd numbers of rows, NaN past the last; each weight ready once."""
+    recipe = RECIPES[name]
+    room, alignment = filled(recipe)
+    made = linears(recipe)
+    x = rows(recipe, 1, IN).requires_grad_()
+    dy = rows(recipe, 2, OUT)
+    ends = torch.tensor(room).cumsum(0).int()
+    sink = Sink(made, adjacent)
+    assert can_group(made)
+    y = GroupedLinear(made)(x, ends, StepContext(grads=sink), alignment=alignment)
+    y.backward(dy)
+    assert sink.calls == list(range(len(made)))
+
+    alone, start = Sink(made, True), 0
+    for g, size in enumerate(room):
+        own = slice(start, start + size)
+        part = x.detach()[own].requires_grad_()
+        out = made[g](part, StepContext(grads=alone))
+        out.backward(dy[own])
+        assert torch.equal(y[own], out)
+        assert torch.equal(x.grad[own], part.grad)
+        assert torch.equal(sink.buffers[g], alone.buffers[g])
+        assert (sink.buffers[g] != 0.5).any() == bool(COUNTS[g])
+        start += size
+
+
+def test_without_a_sink_gradients_are_returned():
+    made = linears(RECIPES["blockwise"])
+    room, alignment = filled(RECIPES["blockwise"])
+    x = rows(RECIPES["blockwise"], 1, IN)
+    y = GroupedLinear(made)(x, torch.tensor(room).cumsum(0).int(), alignment=alignment)
+    y[: sum(room)].float().sum().backward()
+    assert made[3].weight.grad.abs().sum() > 0
+    assert torch.equal(made[1].weight.grad, torch.zeros_like(made[1].weight))
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "1d weights"])
+def test_copies_follow_each_weight(name):
+    """CASES 04, 05: one weight is written; the next forward and backward use it, and the others' bytes stay."""
+    recipe = RECIPES[name]
+    made, (room, alignment) = linears(recipe), filled(recipe)
+    grouped, x, ends = GroupedLinear(made), rows(recipe, 1, IN), torch.tensor(room).cumsum(0).int()
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        y = grouped(leaf, ends, StepContext(grads=Sink(made, True)), alignment=alignment)
+        y.backward(rows(recipe, 2, OUT))
+        return y[: ends[-1]], leaf.grad[: ends[-1]]
+
+    before = run()
+    operand = grouped.stack.operand("dgrad")
+    assert all(torch.equal(a, b) for a, b in zip(before, run(), strict=True))
+    assert grouped.stack.operand("dgrad") is operand, "derived once a version"
+    with torch.no_grad():
+        made[2].weight.mul_(-1)
+    after = run()
+    changed = slice(room[0] + room[1], room[0] + room[1] + room[2])
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(b[changed], -a[changed])
+        assert torch.equal(a[changed.stop :], b[changed.stop :])
+
+
+def test_a_view_where_weights_lie_at_one_distance():
+    flat = torch.arange(60.0)
+    parts = [flat[start : start + 6].view(2, 3) for start in (3, 13, 23)]
+    view = stacked(parts)
+    assert view.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(view, torch.stack(parts))
+    assert stacked(parts[::-1]) is None, "no negative distance"
+    assert stacked([parts[0], parts[1], flat[25:31].view(2, 3)]) is None
+    assert stacked([parts[0], parts[1].clone(), parts[2]]) is None
+    assert stacked([parts[0], flat[13:19].view(3, 2)]) is None
+
+
+def test_what_is_not_grouped():
+    for recipe in ("tensorwise", "delayed"):
+        assert not can_group(linears(get_recipe(recipe)))
+    assert not can_group(linears(get_recipe("blockwise", weight_tile="1d", input_tile="2d")))
+    mixed = linears(RECIPES["blockwise"])
+    mixed[1].use_recipe(None)
+    assert not can_group(mixed)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_rows_are_the_same_whenever_they_are_quantized(name):
+    """Before or after they are copied, and through the wire; the colwise copy comes from the bytes either way."""
+    quantizer = RECIPES[name].quantizer("input")
+    assert travels(quantizer)
+    x = torch.randn(20, IN).bfloat16() * torch.logspace(-3, 3, 20)[:, None].bfloat16()
+    index = torch.tensor([3, 3, -1, 19, 0, 7] + [-1] * 122)
+    spec = RowSpec(quantizer, colwise=True, alignment=128)
+    direct = take_rows(x, index, spec, torch.bfloat16)
+    packed = pack(quantizer.quantize(x).rowwise)
+    assert packed.shape == (20, row_bytes(quantizer, IN))
+    travelled = take_rows(unpack(quantizer, packed, IN), index, spec, torch.bfloat16)
+    picked = torch.where(index[:, None] >= 0, x[index.clamp(min=0)], 0)
+    whole = quantizer.quantize(picked)
+    for got in (direct, travelled):
+        assert same(got.rowwise, whole.rowwise)
+        assert same(got.colwise, quantizer.derive_colwise(whole.rowwise))
+
+
+def same(a: QuantizedStorage, b: QuantizedStorage) -> bool:
+    scales = (s.scale_inv.clone(memory_format=torch.contiguous_format).view(torch.uint8) for s in (a, b))
+    return torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(*scales)
+
+
+def test_a_quantized_input_keeps_its_edge_and_wrong_columns_show():
+    """CASES 37; the fault: the column copy of another group."""
+    recipe = RECIPES["blockwise"]
+    made, (room, alignment) = linears(recipe), filled(recipe)
+    ends = torch.tensor(room).cumsum(0).int()
+    x = rows(recipe, 1, IN).requires_grad_()
+    grads = []
+    for wrong in (False, True):
+        sink = Sink(made, True)
+        given = Wrap.apply(x, recipe.quantizer("input"), wrong)
+        assert isinstance(given, QuantizedTensor)
+        y = GroupedLinear(made)(given, ends, StepContext(grads=sink), alignment=alignment)
+        x.grad = None
+        y.backward(rows(recipe, 2, OUT))
+        assert x.grad[: ends[-1]].abs().sum() > 0
+        grads.append(sink.buffers)
+    assert not torch.equal(grads[0][3], grads[1][3])
+
+
+class Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, quantizer, wrong):
+        q = quantizer.quantize(x, True, True)
+        if wrong:
+            rolled = quantizer.quantize(x.roll(128, 0), False, True).colwise
+            q = Quantized(q.rowwise, rolled)
+        return QuantizedTensor(q, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
