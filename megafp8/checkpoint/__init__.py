@@ -11,7 +11,7 @@ from megafp8.checkpoint.resume import (
     select_saved,
 )
 from megafp8.checkpoint.rng import RandomState
-from megafp8.checkpoint.save import SaveJob, save_checkpoint
+from megafp8.checkpoint.save import SaveJob, SavePlans, save_checkpoint
 from megafp8.checkpoint.storage import CheckpointReader, CheckpointWriter
 from megafp8.checkpoint.strictness import STRICTNESS
 from megafp8.checkpoint.tensor_file import DamagedFileError
@@ -25,6 +25,7 @@ __all__ = [
     "Found",
     "RandomState",
     "SaveJob",
+    "SavePlans",
     "check_tokenizer",
     "find_checkpoint",
     "find_together",

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.planner import BoxSavePlanner
-from megafp8.checkpoint.save import ONE_RANK, SaveJob, plan_save
+from megafp8.checkpoint.save import ONE_RANK, SaveJob, SavePlans
 from megafp8.checkpoint.storage import CheckpointWriter
 from megafp8.parallel import ParallelContext
 from megafp8.params import StateItem
@@ -55,7 +54,7 @@ class HostCopy:
     @torch.no_grad()
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies, which may be read after `wait()`; of GPU tensors in the order of the current stream."""
-        starts, nbytes = places(tensors)
+        starts, nbytes = places_in_buffer(tensors)
         self.reserve(nbytes)
         copies = []
         for start, tensor in zip(starts, tensors, strict=True):
@@ -72,7 +71,7 @@ class HostCopy:
             self._done.synchronize()
 
 
-def places(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+def places_in_buffer(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     """Where each tensor starts in a buffer, and how long that must be; bytes."""
     starts, stop = [], 0
     for tensor in tensors:
@@ -99,7 +98,7 @@ class BackgroundSaver:
     """Saves one checkpoint at a time while the run goes on. All ranks call `prepare`, `start` and `finish` alike."""
 
     def __init__(self, parallel: ParallelContext = ONE_RANK, device: torch.device | str = "cpu") -> None:
-        self._parallel = parallel
+        self._plans = SavePlans(parallel)
         self._host = HostCopy(pinned=torch.device(device).type == "cuda")
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
@@ -116,9 +115,8 @@ class BackgroundSaver:
 
     def prepare(self, items: Mapping[str, StateItem]) -> int:
         """Takes the host memory that a save of such items needs; returns it in bytes."""
-        planner = BoxSavePlanner()
-        plan, _ = plan_save(planner, items, self._parallel)
-        self._host.reserve(places([planner.resolve_data(item) for item in plan.items])[1])
+        planned = self._plans.of(items)
+        self._host.reserve(places_in_buffer([items[key].tensor for key in planned.keys])[1])
         return self._host.nbytes
 
     def start(self, writer: CheckpointWriter, items: Mapping[str, StateItem]) -> bool:
@@ -127,10 +125,9 @@ class BackgroundSaver:
         The items may change as soon as this returns.
         """
         assert not self.busy, "finish the save before"
-        job = SaveJob(writer, self._parallel)
-        if not job.plan(items):
+        job = SaveJob(writer, self._plans)
+        if not job.plan(items, self._host.copy):
             return False
-        job.stage(self._host.copy)
         self._job = job
         self._thread = threading.Thread(target=job.write, args=(self._host.wait,), name="checkpoint", daemon=True)
         self._thread.start()

@@ -18,7 +18,7 @@ import math
 import platform
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import megafp8
 from megafp8.checkpoint.boxes import is_box_of
 from megafp8.checkpoint.tensor_file import DTYPE_NAMES, DTYPES, DamagedFileError, FileRecord
-from megafp8.params import Box
+from megafp8.params import Box, part_key
 
 INDEX_FILE = "index.json"
 RUN_FILE = "run.json"
@@ -70,6 +70,15 @@ def group_of(name: str) -> str:
     return group if rest and group.isidentifier() and group.isascii() else "tensors"
 
 
+def places(names: Iterable[str], rank: int) -> list[tuple[str, str]]:
+    """(file, key in it) of each tensor that a rank writes, of several parts of one tensor as well."""
+    found, seen = [], {}
+    for name in names:
+        seen[name] = seen.get(name, -1) + 1
+        found.append((f"{group_of(name)}-{rank:05d}.safetensors", part_key(name, seen[name])))
+    return found
+
+
 def versions() -> dict[str, str]:
     """What run.json says of the program that wrote it."""
     return {"megafp8": megafp8.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -77,21 +86,24 @@ def versions() -> dict[str, str]:
 
 def dump_index(index: Index) -> bytes:
     """The content of index.json; `read_index` reads it back."""
-    body = index_to_json(index)
-    return json.dumps({"crc32": _crc32(body), "index": body}, separators=(",", ":")).encode()
+    tensors = {name: tensor_to_json(record) for name, record in index.tensors.items()}
+    return dump_parts(index.files, compact(tensors))
 
 
-def index_to_json(index: Index) -> dict[str, Any]:
-    return {
-        "format": "megafp8",
-        "version": VERSION,
-        "files": {name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in sorted(index.files.items())},
-        "tensors": {name: _tensor_to_json(record) for name, record in sorted(index.tensors.items())},
-    }
+def dump_parts(files: Mapping[str, FileRecord], tensors: str) -> bytes:
+    """The same of `tensors` as `compact` gives it: the tensors of a job are the same in each save, and many."""
+    records = compact({name: {"size": r.size, "crc32": f"{r.crc32:08x}"} for name, r in files.items()})
+    body = f'{{"files":{records},"format":"megafp8","tensors":{tensors},"version":{VERSION}}}'
+    return f'{{"crc32":"{zlib.crc32(body.encode()):08x}","index":{body}}}'.encode()
+
+
+def compact(value: Any) -> str:
+    """JSON in the one form that checksums are taken of."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
 def index_from_json(body: dict[str, Any]) -> Index:
-    """Checks everything; ValueError, KeyError, TypeError or AttributeError for what `index_to_json` never wrote."""
+    """Checks everything; ValueError, KeyError, TypeError or AttributeError for what `dump_index` never wrote."""
     if body["format"] != "megafp8" or body["version"] != VERSION:
         raise ValueError(f"format {body['format']!r} version {body['version']!r} is not megafp8 version {VERSION}")
     files = {_file_name(name): _file_from_json(record) for name, record in body["files"].items()}
@@ -115,10 +127,10 @@ def read_index(directory: Path) -> Index:
 
 
 def _crc32(body: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(body, separators=(',', ':'), sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(compact(body).encode()):08x}"
 
 
-def _tensor_to_json(record: TensorRecord) -> dict[str, Any]:
+def tensor_to_json(record: TensorRecord) -> dict[str, Any]:
     return {
         "dtype": DTYPE_NAMES[record.dtype],
         "shape": list(record.shape),

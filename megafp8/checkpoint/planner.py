@@ -4,14 +4,15 @@ They plan `StateItem`s as DCP's own planners plan DTensors, and add what those l
 hold is written once, with the bytes spread evenly; a tensor with a hole is refused, on both ways (DCP's loads leave the
 hole as it was); a load says which names, shapes and dtypes don't fit before anything is read.
 
-Plans travel between ranks as JSON (`plan_to_json`), where `dcp.save` would pickle them.
+Plans travel between ranks as JSON (`Row`), where `dcp.save` would pickle them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,22 +66,64 @@ def written_box(item: WriteItem) -> Box:
     return box_of(item.tensor_data.chunk)
 
 
-def write_item(name: str, dtype: torch.dtype, shape: Sequence[int], box: Box) -> WriteItem:
-    chunk = chunk_of(box)
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+class Row(NamedTuple):
+    """A write item as light as it travels and is shared out: a job has hundreds of thousands of them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return volume(self.box) * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        return [self.name, DTYPE_NAMES[self.dtype], self.shape, self.box]
+
+    @staticmethod
+    def from_json(row: list[Any]) -> Row:
+        name, dtype, shape, box = row
+        return Row(name, DTYPES[dtype], tuple(shape), tuple(map(tuple, box)))
+
+    def write_item(self) -> WriteItem:
+        chunk = chunk_of(self.box)
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.shape))
+        return WriteItem(MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def plan_to_json(plan: SavePlan) -> list[Any]:
-    """What `plan_from_json` needs to make the plan again on another rank."""
-    datas = [(item.index.fqn, item.tensor_data, written_box(item)) for item in plan.items]
-    return [[name, DTYPE_NAMES[data.properties.dtype], list(data.size), box] for name, data, box in datas]
+def row_of(item: WriteItem) -> Row:
+    box = written_box(item)
+    return Row(item.index.fqn, item.tensor_data.properties.dtype, tuple(item.tensor_data.size), box)
 
 
-def plan_from_json(rows: list[Any]) -> SavePlan:
-    return SavePlan(
-        [write_item(name, DTYPES[dtype], shape, tuple(map(tuple, box))) for name, dtype, shape, box in rows]
-    )
+def rows_of(items: Mapping[str, StateItem]) -> dict[str, Row]:
+    """What a rank could write, by key. Replicas and empty parts stay out."""
+    return {
+        key: Row(name_of(key), item.tensor.dtype, tuple(item.shape), item.box)
+        for key, item in items.items()
+        if not item.replica and (item.tensor.numel() > 0 or 0 in item.shape)
+    }
+
+
+def shared_out(ranks: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """What each rank writes of what it holds, in its order: every box once. Pure, so all ranks come to the same.
+
+    Raises ValueError for tensors of which the ranks disagree, or hold a part alone.
+    """
+    shares = share_out([[Held(row.name, row.box, row.nbytes) for row in rows] for rows in ranks])
+    written = [[r for r in rows if (r.name, r.box) in share] for rows, share in zip(ranks, shares, strict=True)]
+    first: dict[str, Row] = {}
+    held: dict[str, int] = {}
+    for row in (row for rows in written for row in rows):
+        other = first.setdefault(row.name, row)
+        if (other.dtype, other.shape) != (row.dtype, row.shape):
+            raise ValueError(f"ranks disagree on the dtype or the shape of '{row.name}'")
+        held[row.name] = held.get(row.name, 0) + volume(row.box)
+    for name, count in held.items():
+        if count != math.prod(first[name].shape):
+            raise ValueError(f"the ranks hold {count} elements of '{name}', which has {math.prod(first[name].shape)}")
+    return written
 
 
 class BoxSavePlanner(SavePlanner):
@@ -89,66 +132,35 @@ class BoxSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: Mapping[str, StateItem], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """state_dict: key (`params.part_key`) -> what this rank holds. Replicas and empty parts stay out."""
-        kept = {key: item for key, item in state_dict.items() if not item.replica and not _is_nothing(item)}
-        self._tensors: dict[MetadataIndex, Tensor] = {}
-        self._items: list[WriteItem] = []
-        for key, item in kept.items():
-            self._items.append(write_item(name_of(key), item.tensor.dtype, item.shape, item.box))
-            self._tensors[self._items[-1].index] = item.tensor
+        """state_dict: key (`params.part_key`) -> what this rank holds."""
+        rows = rows_of(state_dict)
+        self._plan = SavePlan([row.write_item() for row in rows.values()])
+        self.assign(self._plan, [state_dict[key].tensor for key in rows])
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
+        return self._plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Shares the parts out. Pure: ranks that are given the same plans come to the same ones."""
-        held = [[Held(i.index.fqn, written_box(i), _nbytes(i)) for i in plan.items] for plan in all_plans]
-        shares = share_out(held)
+        written = shared_out([[row_of(item) for item in plan.items] for plan in all_plans])
         plans = [
-            replace(plan, items=[i for i in plan.items if (i.index.fqn, written_box(i)) in share])
-            for plan, share in zip(all_plans, shares, strict=True)
+            replace(plan, items=[r.write_item() for r in rows]) for plan, rows in zip(all_plans, written, strict=True)
         ]
-        return plans, _metadata_of(plans)
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for item in (item for plan in plans for item in plan.items):
+            data = item.tensor_data
+            stored = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            stored.chunks.append(data.chunk)
+        return plans, Metadata(tensors)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
+    def assign(self, plan: SavePlan, tensors: Sequence[Tensor]) -> None:
+        """Says where the data of a plan's items is, in their order."""
+        self._tensors = dict(zip((item.index for item in plan.items), tensors, strict=True))
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._tensors[write_item.index]
-
-    def stage(self, plan: SavePlan, copy: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Puts copies in the place of the tensors that `plan` writes, and lets go of the others."""
-        wanted = [item.index for item in plan.items]
-        self._tensors = dict(zip(wanted, copy([self._tensors[index] for index in wanted]), strict=True))
-
-    def release(self) -> None:
-        """Lets go of all tensors."""
-        self._tensors = {}
-
-
-def _is_nothing(item: StateItem) -> bool:
-    """Whether a rank holds no element of a tensor that has some."""
-    return item.tensor.numel() == 0 and 0 not in item.shape
-
-
-def _nbytes(item: WriteItem) -> int:
-    return volume(written_box(item)) * item.tensor_data.properties.dtype.itemsize
-
-
-def _metadata_of(plans: Sequence[SavePlan]) -> Metadata:
-    """What the checkpoint will hold. Raises ValueError for tensors of which the ranks disagree, or hold only a part."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for item in (item for plan in plans for item in plan.items):
-        name, data = item.index.fqn, item.tensor_data
-        tensor = tensors.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
-        if (tensor.properties.dtype, tensor.size) != (data.properties.dtype, data.size):
-            raise ValueError(f"ranks disagree on the dtype or the shape of '{name}'")
-        tensor.chunks.append(data.chunk)
-    for name, tensor in tensors.items():
-        held = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-        if held != tensor.size.numel():
-            raise ValueError(f"the ranks hold {held} elements of '{name}', which has {tensor.size.numel()}")
-    return Metadata(tensors)
 
 
 class BoxLoadPlanner(LoadPlanner):

@@ -10,18 +10,23 @@ Owners' `state()` gives the items. With more than one rank, `--save` must be a d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan
 
-from megafp8.checkpoint.planner import BoxSavePlanner, plan_from_json, plan_to_json
+from megafp8.checkpoint.index import compact, places
+from megafp8.checkpoint.planner import BoxSavePlanner, Row, rows_of, shared_out
 from megafp8.checkpoint.ranks import exchange, together
-from megafp8.checkpoint.storage import CheckpointWriter, results_from_json, results_to_json
+from megafp8.checkpoint.storage import CheckpointWriter
+from megafp8.checkpoint.tensor_file import DTYPE_NAMES, FileRecord
 from megafp8.parallel import ParallelContext
 from megafp8.params import StateItem
 
+Copy = Callable[[list[Tensor]], list[Tensor]]
 log = logging.getLogger(__name__)
 ONE_RANK = ParallelContext()
 
@@ -49,17 +54,70 @@ def save_checkpoint(
     Returns the checkpoint's directory, or None on every rank when the disk refused one (full, gone, read-only) or
     another run is saving there: that is logged, what was written is removed, and training goes on.
     """
-    return SaveJob(CheckpointWriter(save, iteration, metadata, retain_interval=retain_interval), parallel).run(items)
+    writer = CheckpointWriter(save, iteration, metadata, retain_interval=retain_interval)
+    return SaveJob(writer, SavePlans(parallel)).run(items)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What all ranks decided for states of one structure.
+
+    rows: what this rank could write, by key; keys: of those it does, in the order of the plan. tensors: on rank 0, the
+    index's, as JSON.
+    """
+
+    rows: dict[str, Row]
+    keys: tuple[str, ...]
+    plan: SavePlan
+    tensors: str
+
+
+class SavePlans:
+    """Plans saves, and keeps the last plan: a run's states have one structure, and a plan of many ranks takes its time.
+
+    The ranks tell each other only whether anything has changed, and plan anew when it has on any of them.
+    """
+
+    def __init__(self, parallel: ParallelContext = ONE_RANK) -> None:
+        self.parallel = parallel
+        self._last: Planned | None = None
+
+    def of(self, items: Mapping[str, StateItem]) -> Planned:
+        """Every rank calls it. Raises ValueError for states that don't fit together, on all ranks."""
+        rows = rows_of(items)
+        known = self._last is not None and self._last.rows == rows
+        if not all(exchange(self.parallel, known)):
+            self._last = self._decide(rows)
+        return self._last
+
+    def _decide(self, rows: dict[str, Row]) -> Planned:
+        mine = list(rows.values())
+        ranks = [list(map(Row.from_json, some)) for some in exchange(self.parallel, [row.to_json() for row in mine])]
+        written, rank = shared_out(ranks), self.parallel.rank
+        keys, wanted = [], {(row.name, row.box) for row in written[rank]}
+        keys = tuple(key for key, row in rows.items() if (row.name, row.box) in wanted)
+        plan = SavePlan([rows[key].write_item() for key in keys], storage_data=rank)
+        return Planned(rows, keys, plan, _tensors_json(written) if self.parallel.is_first else "")
+
+
+def _tensors_json(written: Sequence[Sequence[Row]]) -> str:
+    """The index's tensors, from what each rank writes."""
+    tensors: dict[str, Any] = {}
+    for rank, rows in enumerate(written):
+        for row, (file, key) in zip(rows, places((row.name for row in rows), rank), strict=True):
+            tensor = {"dtype": DTYPE_NAMES[row.dtype], "shape": row.shape, "parts": []}
+            tensors.setdefault(row.name, tensor)["parts"].append({"file": file, "key": key, "box": row.box})
+    return compact(tensors)
 
 
 class SaveJob:
     """One save. `plan` and `finish` are called by every rank at the same point; `write` by each alone, from any
     thread."""
 
-    def __init__(self, writer: CheckpointWriter, parallel: ParallelContext) -> None:
-        self._writer, self._parallel = writer, parallel
+    def __init__(self, writer: CheckpointWriter, plans: SavePlans) -> None:
+        self._writer, self._plans, self._parallel = writer, plans, plans.parallel
         self._planner = BoxSavePlanner()
-        self._written: list[Any] = []
+        self._files: dict[str, FileRecord] = {}
         self._error: BaseException | None = None
 
     def run(self, items: Mapping[str, StateItem]) -> Path | None:
@@ -69,27 +127,28 @@ class SaveJob:
         self.write()
         return self.finish()
 
-    def plan(self, items: Mapping[str, StateItem]) -> bool:
-        """Decides who writes what and makes the directory; False on every rank when the disk refused."""
-        self._plan, self._metadata = plan_save(self._planner, items, self._parallel, self._writer)
+    def plan(self, items: Mapping[str, StateItem], copy: Copy = list) -> bool:
+        """Decides who writes what and makes the directory; False on every rank when the disk refused.
+
+        copy: makes of the tensors that this rank writes those that `write` reads.
+        """
+        self._planned = self._plans.of(items)
         try:
             together(self._parallel, lambda: self._writer.set_up_storage_writer(self._parallel.is_first))
         except OSError as error:
             return self._refused(error)
+        self._planner.assign(self._planned.plan, copy([items[key].tensor for key in self._planned.keys]))
         return True
-
-    def stage(self, copy: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """From now on the job holds what `copy` made of the tensors that this rank writes, and no others."""
-        self._planner.stage(self._plan, copy)
 
     def write(self, ready: Callable[[], None] = lambda: None) -> None:
         """Writes this rank's files, once `ready()` has waited for the tensors. What goes wrong is kept for `finish`."""
         try:
             ready()
-            self._written = results_to_json(self._writer.write_data(self._plan, self._planner).wait())
+            results = self._writer.write_data(self._planned.plan, self._planner).wait()
+            self._files = {result.storage_data.part.file: result.storage_data.file for result in results}
         except BaseException as error:  # noqa: BLE001 -- raised in `finish`, in the main thread
             self._error = error
-        self._planner.release()
+        self._planner = None  # lets go of the tensors
 
     def finish(self) -> Path | None:
         """Publishes the checkpoint and returns its directory; None on every rank when the disk refused one.
@@ -104,17 +163,18 @@ class SaveJob:
             return None
         return self._writer.directory
 
-    def _outcome(self) -> list[Any]:
+    def _outcome(self) -> dict[str, list[int]]:
         error, self._error = self._error, None
         if error is None:
-            return self._written
+            return {name: [record.size, record.crc32] for name, record in self._files.items()}
         try:
             raise error
         finally:
             del error  # else this frame and the error keep each other, and the lock, alive
 
-    def _publish(self, written: list[list[Any]]) -> None:
-        self._writer.finish(self._metadata, [results_from_json(rows) for rows in written])
+    def _publish(self, written: list[dict[str, list[int]]]) -> None:
+        files = {name: FileRecord(*record) for some in written for name, record in some.items()}
+        self._writer.complete(files, self._planned.tensors)
 
     def _refused(self, error: OSError) -> bool:
         if self._parallel.is_first:
@@ -122,14 +182,3 @@ class SaveJob:
             log.error("checkpoint of iteration %d was not saved in %s: %s", iteration, save, error)
         self._writer.give_up()
         return False
-
-
-def plan_save(planner: BoxSavePlanner, items: Mapping[str, StateItem], parallel: ParallelContext, writer=None):
-    """This rank's plan and the checkpoint's metadata, as all ranks together decide. Every rank calls it."""
-    planner.set_up_planner(items, is_coordinator=parallel.is_first)
-    local = planner.create_local_plan()
-    plans = [plan_from_json(rows) for rows in exchange(parallel, plan_to_json(local))]
-    plans, metadata = planner.create_global_plan(plans)
-    if writer is not None:
-        plans = writer.prepare_global_plan(plans)
-    return planner.finish_plan(plans[parallel.rank]), metadata

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -41,9 +41,11 @@ from megafp8.checkpoint.index import (
     Index,
     Part,
     TensorRecord,
-    dump_index,
-    group_of,
+    compact,
+    dump_parts,
+    places,
     read_index,
+    tensor_to_json,
     versions,
 )
 from megafp8.checkpoint.lock import SaveLock
@@ -57,7 +59,6 @@ from megafp8.checkpoint.tensor_file import (
     write_bytes,
     write_tensors,
 )
-from megafp8.params import part_key
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +135,16 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """On the coordinator: writes run.json and the index of all ranks' files, publishes, and deletes the previous
-        checkpoint where it may. Raises OSError."""
+        """On the coordinator: publishes what all ranks have written. Raises OSError."""
         index = _index_of(metadata, [result for some in results for result in some])
-        files = {**index.files, RUN_FILE: write_bytes(self._partial / RUN_FILE, self._run)}
-        write_bytes(self._partial / INDEX_FILE, dump_index(Index(files, index.tensors)))
+        tensors = {name: tensor_to_json(record) for name, record in index.tensors.items()}
+        self.complete(index.files, compact(tensors))
+
+    def complete(self, files: Mapping[str, FileRecord], tensors: str) -> None:
+        """Writes run.json and the index of all ranks' files, publishes, and deletes the previous checkpoint where it
+        may. tensors: the index's, as JSON (`index.compact`). Raises OSError."""
+        files = {**files, RUN_FILE: write_bytes(self._partial / RUN_FILE, self._run)}
+        write_bytes(self._partial / INDEX_FILE, dump_parts(files, tensors))
         publish(self._save, self.iteration)
         previous, interval = self._previous, self._retain_interval
         if interval is not None and previous not in (None, self.iteration) and previous % interval:
@@ -163,15 +169,12 @@ class CheckpointWriter(StorageWriter):
 
 def write_files(directory: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
     """Writes the items of one rank's plan, a file for each group of names, one tensor at a time."""
-    groups: dict[str, dict[str, WriteItem]] = {}
-    seen: dict[str, int] = {}
-    for item in plan.items:
-        name = item.index.fqn
-        seen[name] = seen.get(name, -1) + 1
-        groups.setdefault(group_of(name), {})[part_key(name, seen[name])] = item
+    placed = places((item.index.fqn for item in plan.items), plan.storage_data or 0)
+    by_file: dict[str, dict[str, WriteItem]] = {}
+    for (file, key), item in zip(placed, plan.items, strict=True):
+        by_file.setdefault(file, {})[key] = item
     results = []
-    for group, items in sorted(groups.items()):
-        file = f"{group}-{plan.storage_data or 0:05d}.safetensors"
+    for file, items in sorted(by_file.items()):
         record = write_tensors(
             directory / file,
             {key: _like(item) for key, item in items.items()},
@@ -186,21 +189,6 @@ def write_files(directory: Path, plan: SavePlan, planner: SavePlanner) -> list[W
 def _like(item: WriteItem) -> Tensor:
     """The dtype and shape of what an item writes."""
     return torch.empty(item.tensor_data.chunk.sizes, dtype=item.tensor_data.properties.dtype, device="meta")
-
-
-def results_to_json(results: Iterable[WriteResult]) -> list[Any]:
-    """What `results_from_json` needs on the coordinator."""
-    rows = [(result.index.fqn, result.storage_data) for result in results]
-    return [[name, w.part.file, w.part.key, w.part.box, w.file.size, w.file.crc32] for name, w in rows]
-
-
-def results_from_json(rows: list[Any]) -> list[WriteResult]:
-    results = []
-    for name, file, key, box, size, crc32 in rows:
-        part = Part(file, key, tuple(map(tuple, box)))
-        index = MetadataIndex(name, chunk_of(part.box).offsets)
-        results.append(WriteResult(index, size, Written(part, FileRecord(size, crc32))))
-    return results
 
 
 def _index_of(metadata: Metadata, results: Iterable[WriteResult]) -> Index:

@@ -17,6 +17,7 @@ from megafp8.checkpoint import (
     Found,
     RandomState,
     SaveJob,
+    SavePlans,
     check_tokenizer,
     find_together,
     load_found,
@@ -40,6 +41,7 @@ class RunState:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._plans = SavePlans(parts.parallel)
         owners = [
             parts.optimizer.weights,
             parts.model,
@@ -72,8 +74,7 @@ class RunState:
 
     def save(self, progress: Progress) -> bool:
         """Saves to `--save`; False when the disk refused (logged), which is no reason to end the run."""
-        job = SaveJob(self.writer(progress), self._parts.parallel)
-        return job.run(self.items_to_save()) is not None
+        return SaveJob(self.writer(progress), self._plans).run(self.items_to_save()) is not None
 
     def load(self, found: Found) -> None:
         """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""

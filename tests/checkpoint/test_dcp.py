@@ -1,5 +1,6 @@
 """Programs of torch.distributed.checkpoint read and write the format; planners refuse what can't be loaded again."""
 
+import json
 import warnings
 
 import pytest
@@ -10,11 +11,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megafp8.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
+    SaveJob,
+    SavePlans,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from megafp8.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, plan_from_json, plan_to_json
+from megafp8.checkpoint.planner import BoxLoadPlanner, BoxSavePlanner, Row, row_of, rows_of, shared_out
 from megafp8.params import StateItem
 from tests.checkpoint.helpers import assert_equal_items, make_items, poisoned
 
@@ -124,16 +127,39 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(ranks, words):
     planners = [BoxSavePlanner() for _ in ranks]
     for planner, part in zip(planners, ranks, strict=True):
         planner.set_up_planner({"w": part})
-    plans = [plan_from_json(plan_to_json(planner.create_local_plan())) for planner in planners]
     with pytest.raises(ValueError, match=words):
-        planners[0].create_global_plan(plans)
+        planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    with pytest.raises(ValueError, match=words):
+        shared_out([list(rows_of({"w": part}).values()) for part in ranks])
 
 
 def test_plans_travel_as_json():
-    import json
-
+    rows = list(rows_of(make_items()).values())
+    assert [Row.from_json(row) for row in json.loads(json.dumps([row.to_json() for row in rows]))] == rows
     planner = BoxSavePlanner()
     planner.set_up_planner(make_items())
-    plan = planner.create_local_plan()
-    again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
-    assert again == plan
+    assert [row.write_item() for row in rows] == planner.create_local_plan().items
+    assert [row_of(item) for item in planner.create_local_plan().items] == rows
+
+
+def test_dcp_and_runs_write_the_same_files(tmp_path):
+    """Runs put the index together from what was planned, DCP from what was written."""
+    items = {**make_items(), "optimizer/x": item((4, 3), ((0, 1), (0, 3)))}
+    items["optimizer/x@1"] = item((4, 3), ((1, 4), (0, 3)))
+    one = save_checkpoint(tmp_path / "a", 3, items, {})
+    dcp.save(items, storage_writer=CheckpointWriter(tmp_path / "b", 3), planner=BoxSavePlanner(), no_dist=True)
+    for path in one.iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / one.name / path.name).read_bytes(), path.name
+
+
+def test_a_plan_is_made_once_and_anew_when_the_state_changes(tmp_path, monkeypatch):
+    decided, decide = [], SavePlans._decide
+    monkeypatch.setattr(SavePlans, "_decide", lambda self, rows: decided.append(len(rows)) or decide(self, rows))
+    plans, items = SavePlans(), make_items()
+    for iteration, more in enumerate(({}, {}, {"model/new": StateItem.whole(torch.ones(3))}, {}, {}), 1):
+        expected = {**make_items(iteration), **more}
+        directory = SaveJob(CheckpointWriter(tmp_path, iteration), plans).run(expected)
+        wanted = poisoned(expected)
+        load_checkpoint(directory, wanted)
+        assert_equal_items(wanted, expected)
+    assert decided == [len(items), len(items) + 1, len(items)]
