@@ -44,3 +44,17 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[
     if kernels is None or spec.tile.block not in (16, 32, 64, 128):
         return reference.derive_colwise(data, scale_inv, spec)
     return kernels[1].derive_colwise(data, scale_inv, spec)
+
+
+def pick_and_quantize(
+    x: Tensor | tuple[Tensor, Tensor], index: Tensor, spec: OperandSpec, colwise: bool, derived: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """Rows `index` (zeros where negative) of `x`, high precision or rowwise bytes, quantized: (rowwise, colwise).
+
+    derived: the colwise copy comes from the rowwise bytes. None where no kernel does it in one pass.
+    """
+    device = (x if isinstance(x, Tensor) else x[0]).device
+    kernels = _kernels() if device.type == "cuda" else None
+    if kernels is None or spec.tile.kind != "1d" or spec.tile.block not in (16, 32, 64, 128):
+        return None
+    return kernels[1].quantize_grouped(x, None, spec, True, colwise, index=index, derived=derived)

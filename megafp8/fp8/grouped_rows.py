@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import backend
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
@@ -48,7 +49,12 @@ def take_rows(
     quantizer = spec.quantizer
     if quantizer is None:
         return _pick(x if isinstance(x, Tensor) else x.dequantize(dtype), index)
-    if isinstance(x, Tensor) and not travels(quantizer):
+    derived = travels(quantizer)
+    source = x if isinstance(x, Tensor) else (x.data, x.scale_inv)
+    if (pair := backend.pick_and_quantize(source, index, quantizer.spec, spec.colwise, derived)) is not None:
+        row, col = quantizer.store(pair[0], "rowwise"), quantizer.store(pair[1], "colwise")
+        return QuantizedTensor(Quantized(row, col), dtype)
+    if isinstance(x, Tensor) and not derived:
         return QuantizedTensor(quantizer.quantize(_pick(x, index), True, spec.colwise), dtype)
     stored = quantizer.quantize(x, rowwise=True).rowwise if isinstance(x, Tensor) else x
     rows = _pick_stored(stored, index)

@@ -1,9 +1,12 @@
 """Expert parallelism equals one process: gradients, norms, counts, bias updates, losses, in every layout."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
-from tests.distributed.layouts import Layout, compare, run_layout
+from megafp8.parallel import Axis
+from tests.distributed.layouts import Layout, compare, distance, run_layout, train
 from tests.distributed.test_families import EXPERTS, biases
 
 LAYOUTS = [
@@ -33,3 +36,72 @@ def test_layout_equals_one_process(pool, alone, layout):
     compare(run, alone)
     for rank in run.extra:
         assert all(torch.equal(bias, alone.extra[0][router]) for router, bias in rank.items())
+
+
+FP8 = EXPERTS | {
+    "bf16": True,
+    "fp8_format": "e4m3",
+    "moe_ffn_hidden_size": 96,
+    "global_batch_size": 4,
+    "moe_layer_freq": "1",
+    "num_layers": 1,
+    "micro_batch_size": 1,
+}
+
+
+def bytes_sent(stack) -> dict[str, int]:
+    """Counts what the experts' ranks deal, by dtype, on this rank."""
+    sent: dict[str, int] = {}
+    deal = Axis.post_deal
+
+    def counting(self, x, out, received):
+        sent[str(x.dtype)] = sent.get(str(x.dtype), 0) + x.nbytes
+        return deal(self, x, out, received)
+
+    stack.callback(setattr, Axis, "post_deal", deal)
+    Axis.post_deal = counting
+    return sent
+
+
+def traffic(values, layout, steps):
+    """(Run, bytes) of a rank."""
+    with ExitStack() as stack:
+        sent = bytes_sent(stack)
+        return train(values, layout, steps), sent
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_fp8_dispatch_changes_no_bit(pool, recipe, dispatcher):
+    """CASES 37: gradients, wgrad included, losses and weights; and fewer bytes, all counted."""
+    layout, model = Layout(dp=2, ep=2, dispatcher=dispatcher), FP8 | {"fp8_recipe": recipe}
+    runs = {on: pool.run_on(2, traffic, model | {"moe_fp8_dispatch": on}, layout, 2) for on in (False, True)}
+    for (off, sent), (on, fewer) in zip(runs[False], runs[True], strict=True):
+        assert off.losses == on.losses
+        assert off.norms == on.norms
+        for name, (_, _, grad) in off.grads.items():
+            assert torch.equal(grad, on.grads[name][2]), name
+        for name, (_, _, weight) in off.weights.items():
+            assert torch.equal(weight, on.weights[name][2]), name
+        assert any(grad.abs().sum() > 0 for name, (_, _, grad) in off.grads.items() if "experts" in name)
+        if dispatcher == "alltoall":
+            hidden, scales = 64, 4 if recipe == "blockwise" else 2
+            rows = (sent["torch.bfloat16"] - fewer["torch.bfloat16"]) // (2 * hidden)
+            assert fewer["torch.uint8"] == rows * (hidden + scales)  # a byte a value, and its scales
+            assert rows == 2 * 2 * 16 * 2  # steps x samples x tokens x top-2
+            assert "torch.uint8" not in sent
+    if dispatcher == "alltoall":  # of both ranks: there and back, forward and backward
+        assert sum(sent["torch.bfloat16"] for _, sent in runs[False]) == 2 * 4 * rows * hidden * 2
+
+
+def test_fp8_gradients_of_outputs_stay_near(pool):
+    """`--moe-fp8-combine-grad` rounds once more, and sends a byte a value."""
+    model = FP8 | {"fp8_recipe": "blockwise", "moe_fp8_dispatch": True}
+    layout = Layout(dp=2, ep=2)
+    off = pool.run_on(2, traffic, model, layout, 1)
+    on = pool.run_on(2, traffic, model | {"moe_fp8_combine_grad": True}, layout, 1)
+    for (plain, sent), (rounded, fewer) in zip(off, on, strict=True):
+        assert plain.losses == rounded.losses
+        for name, (_, _, grad) in plain.grads.items():
+            assert distance(rounded.grads[name][2], grad) < 0.05, name
+        assert fewer["torch.uint8"] == 2 * sent["torch.uint8"]

@@ -84,7 +84,7 @@ class Experts(nn.ModuleList):
         mlp, options = self[0], {"ends": rows.ends, "step": step, "alignment": rows.alignment}
         inner = fc1(rows.x, **options)
         if mlp.fc2.takes_producer:
-            want = mlp.fc1.grad_want()
+            want = mlp.fc1.grad_want(step)
             return fc2(inner, producer=mlp.activation, tensors=(rows.weights,), grad_want=want, **options)
         y = mlp.activation(inner, rows.weights)
         if self.recomputed or not mlp.remake:

@@ -1,0 +1,21 @@
+"""The benchmark of experts, at a small size on the CPU."""
+
+import json
+
+from bench_moe import main, uneven
+
+
+def test_small_sizes_on_the_cpu(tmp_path, capsys):
+    argv = "--device cpu --hidden 256 --ffn 128 --rows 200 --experts 4 --repeats 1 --recipes bf16 blockwise mxfp8"
+    assert main([*argv.split(), "--fresh-weights", "--json", str(tmp_path / "moe.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["recipe", "bf16", "blockwise", "mxfp8"]
+    results = json.loads((tmp_path / "moe.json").read_text())["results"]
+    assert all(result["ms"] > result["forward_ms"] > 0 for result in results)
+
+
+def test_experts_have_uneven_rows():
+    counts = uneven(32768, 8)
+    assert sum(counts) == 32768
+    assert max(counts) > 2 * min(counts)
+    assert all(count % 2 for count in counts[:-1])

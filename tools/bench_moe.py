@@ -1,0 +1,247 @@
+"""Times the experts of one rank, forward and backward, on rows of uneven experts: BF16 beside FP8, part by part.
+
+Both sides start from the same rows in BF16 and give the rows' gradient and FP32 gradients of the weights; BF16 is
+`torch._grouped_mm`, its weight gradients added into FP32 buffers. FP8 weights are primary ones: their bytes are there,
+the copy that the backward of inputs reads is transposed once, as in a step of several microbatches (`--fresh-weights`:
+in every run). Bytes held for backward count the experts' input, not their output, nor copies of weights.
+
+    python tools/bench_moe.py                                          # 8 of DeepSeek-V3's experts, 32768 rows
+    python tools/bench_moe.py --parts --json moe.json                  # device time by kernel
+    python tools/bench_moe.py --device cpu --hidden 256 --ffn 128 --rows 512 --experts 4 --repeats 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megafp8.config.model import ModelConfig
+from megafp8.core.build import BuildContext
+from megafp8.core.moe.experts import ExpertRows, Experts
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.grouped_rows import RowSpec, take_rows
+from megafp8.fp8.policy import Policy
+from megafp8.fp8.primary import PrimaryBytes, orientations
+from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.params import named_specs
+from megafp8.step import StepContext
+
+RECIPES = {"bf16": None, "blockwise": {}, "mxfp8": {}}
+
+
+@dataclass(frozen=True)
+class Result:
+    """ms: median of forward and backward; forward_ms: of forward; bytes: held for backward, a row."""
+
+    name: str
+    ms: float
+    forward_ms: float
+    bytes: float
+    speed: float
+    share: float
+
+
+def uneven(rows: int, experts: int) -> list[int]:
+    """Rows of each expert: some have twice as many as others, and no multiples of anything."""
+    weights = torch.linspace(0.6, 1.4, experts, dtype=torch.float64)
+    counts = (weights / weights.sum() * rows).round().int() // 2 * 2 + 1
+    counts[-1] += rows - counts.sum()
+    return counts.tolist()
+
+
+class Grads:
+    """FP32 gradients in one flat buffer, the weights of a kind adjacent, as the optimizer lays them out."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._views: dict[int, Tensor] = {}
+        for kind in ("fc1", "fc2"):
+            params = [getattr(mlp, kind).weight for mlp in experts]
+            flat = torch.zeros(len(params), *params[0].shape, device=params[0].device)
+            self._views |= {id(param): flat[number] for number, param in enumerate(params)}
+
+    def buffer(self, param: Tensor) -> Tensor:
+        return self._views[id(param)]
+
+    def ready(self, param: Tensor) -> None:
+        pass
+
+
+class _Rows(torch.autograd.Function):
+    """x [R, hidden], each expert's rows filled up, as experts want them."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, spec: RowSpec) -> Tensor | QuantizedTensor:
+        ctx.index = index
+        return x if spec.quantizer is None else take_rows(x, index, spec, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+class Bench:
+    """One set of experts and its rows."""
+
+    def __init__(self, args: argparse.Namespace, name: str) -> None:
+        self.device = torch.device(args.device)
+        recipe = None if RECIPES[name] is None else get_recipe(name, **RECIPES[name])
+        model = ModelConfig(
+            num_layers=1,
+            hidden_size=args.hidden,
+            num_experts=args.experts,
+            moe_ffn_hidden_size=args.ffn,
+            swiglu=True,
+            add_bias_linear=False,
+        )
+        build = BuildContext(model, dtype=torch.bfloat16, device=self.device, recipe_of=Policy(recipe))
+        self.experts = Experts("layers.0.mlp.experts", build)
+        with torch.no_grad():
+            for _, param in named_specs(self.experts):
+                param.normal_(std=0.02)
+        if recipe is not None:
+            self._make_primary()
+        self.step, self.fresh = StepContext(grads=Grads(self.experts)), args.fresh_weights
+        self._lay_out(uneven(args.rows, args.experts), args.hidden)
+
+    @torch.no_grad()
+    def _make_primary(self) -> None:
+        """The weights' FP8 bytes, adjacent, in place of the weights."""
+        for kind in ("fc1", "fc2"):
+            owners = [getattr(mlp, kind).weight.owner for mlp in self.experts]
+            quantizer = owners[0].recipe.quantizer("weight")
+            shape = (len(owners), *owners[0].param.shape)
+            flats = {o: torch.empty(shape, dtype=torch.uint8, device=self.device) for o in orientations(quantizer)}
+            for number, owner in enumerate(owners):
+                row = quantizer.quantize(owner.param).rowwise
+                flats["rowwise"][number] = row.data.view(torch.uint8)
+                data = {o: flat[number].view(row.data.dtype) for o, flat in flats.items()}
+                owner.hold_fp8_only(PrimaryBytes(quantizer, data, {"rowwise": row.scale_inv}))
+
+    def _lay_out(self, counts: list[int], hidden: int) -> None:
+        spec = self.experts.row_spec(training=True)
+        step = spec.alignment
+        room = [-(-count // step) * step for count in counts]
+        generator = torch.Generator(self.device).manual_seed(0)
+        self.x, self.dy = (
+            torch.randn(sum(room), hidden, generator=generator, device=self.device).bfloat16() for _ in range(2)
+        )
+        self.index = torch.arange(sum(room), device=self.device)
+        start = 0
+        for count, size in zip(counts, room, strict=True):
+            for rows in (self.x, self.dy, self.index[:, None]):
+                rows[start + count : start + size] = 0 if rows.is_floating_point() else -1
+            start += size
+        self.x.requires_grad_()
+        self.weights = torch.rand(sum(room), device=self.device).requires_grad_()
+        self.counts, self.spec = torch.tensor(room, device=self.device), spec
+
+    def forward(self) -> Tensor:
+        if self.fresh:
+            for mlp in self.experts:
+                for linear in (mlp.fc1, mlp.fc2):
+                    linear.weight.owner.publish()
+        rows = _Rows.apply(self.x, self.index, self.spec)
+        return self.experts(ExpertRows(rows, self.weights, self.counts, self.spec.alignment), self.step)
+
+    def run(self) -> None:
+        self.forward().backward(self.dy)
+        self.x.grad = self.weights.grad = None
+
+    def held(self) -> int:
+        """Bytes held after forward; the BF16 rows count where they are what is held."""
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        start = torch.cuda.memory_allocated()
+        y = self.forward()
+        held = torch.cuda.memory_allocated() - start - y.untyped_storage().nbytes()
+        del y
+        return held + (self.x.nbytes if self.spec.quantizer is None else 0)
+
+    def times(self, repeats: int) -> tuple[float, float]:
+        """Median ms of forward and backward, and of forward."""
+        both, forward = [], []
+        for _ in range(repeats):
+            marks = [self._mark()]
+            y = self.forward()
+            marks.append(self._mark())
+            y.backward(self.dy)
+            marks.append(self._mark())
+            self.x.grad = self.weights.grad = None
+            del y
+            both.append(self._between(marks[0], marks[2]))
+            forward.append(self._between(marks[0], marks[1]))
+        return statistics.median(both), statistics.median(forward)
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+        if self.device.type != "cuda":
+            return 1e3 * (end - start)
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    def parts(self, repeats: int = 3) -> dict[str, float]:
+        """Device ms by kernel."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeats):
+                self.run()
+            torch.cuda.synchronize()
+        found = {event.key[:90]: event.self_device_time_total / repeats / 1e3 for event in profile.key_averages()}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--ffn", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=32768, help="routed tokens of all experts")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--fresh-weights", action="store_true", help="weights have changed before every run")
+    parser.add_argument("--parts", action="store_true", help="device time by kernel")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args, results = parse_args(argv), []
+    print(f"{'recipe':10} {'fwd+bwd':>10} {'forward':>10} {'speed':>6} {'bytes a row':>11} {'of bf16':>7}")
+    for name in args.recipes:
+        bench = Bench(args, name)
+        bench.run()  # compiles kernels, makes copies of weights
+        bench.run()
+        held = bench.held() / args.rows
+        ms, forward = bench.times(args.repeats)
+        first = results[0] if results else None
+        speed, share = (first.ms / ms, held / (first.bytes or 1)) if first else (1.0, 1.0)
+        results.append(Result(name, ms, forward, held, speed, share))
+        print(f"{name:10} {ms:8.2f}ms {forward:8.2f}ms {speed:5.2f}x {held:11.0f} {share:6.3f}x", flush=True)
+        for kernel, part in list(bench.parts().items())[:24] if args.parts else ():
+            print(f"    {part:8.3f}ms  {kernel}")
+        del bench
+        gc.collect()
+    if args.json is not None:
+        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()},
+                                         "results": [asdict(r) for r in results]}, indent=1))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
