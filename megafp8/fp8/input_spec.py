@@ -6,12 +6,14 @@ Where ranks hold parts of the operand they share the scales that the whole one h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megafp8.fp8.comm import ALONE, CommPlan, Cut
 from megafp8.fp8.feature_grid import FeatureGrid, quantize_features
+from megafp8.fp8.producer import Want
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.shards import quantize_rows
 from megafp8.fp8.storage import Quantized
@@ -43,12 +45,20 @@ class Scaling:
     def scale(self) -> Tensor | None:
         return self.history.scale(self.name) if self.history is not None else None
 
-    def is_local(self, rows: int) -> bool:
-        """Whether `rows` rows of this rank alone decide on their bytes: no history, no tile or scale that is shared."""
-        tile = self.quantizer.spec.tile
-        if self.name is not None or tile.kind == "tensor" or self.grid is not None:
-            return False
-        return self.cut is None or self.cut == "features" or rows % tile.block == 0
+    def want(self, rows: int, rowwise: bool, colwise: bool, *, record: bool) -> Want | None:
+        """The wish for a value of `rows` rows to be quantized where it is made; None where other ranks' values matter:
+        they hold a part of its tiles, or of the tensor that a scale is taken from."""
+        tile, scale = self.quantizer.spec.tile, self.scale
+        if self.grid is not None:
+            return None
+        if tile.kind == "tensor":
+            local = self.cut is None or scale is not None  # amaxes of a history are shared once a step
+        else:
+            local = self.cut != "rows" or rows % tile.block == 0
+        if not local:
+            return None
+        note = partial(self.history.record, self.name) if record and self.history is not None else None
+        return Want(self.quantizer, rowwise, colwise, scale=scale, record=note)
 
     def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
         """record: whether this is the step's first look at the tensor: for the history, and for the observer."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.formats import Scale
-from megafp8.fp8.input_spec import InputSpec
+from megafp8.fp8.input_spec import InputSpec, Scaling
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import LinearFunction
 from megafp8.fp8.param import Weight
@@ -106,16 +106,19 @@ class Linear(nn.Module):
         """Whether `forward` runs a producer inside: where the input is quantized here."""
         return self.input_spec(training=False).quantizer is not None
 
-    def grad_want(self) -> Want | None:
+    def grad_want(self, step: StepContext | None = None) -> Want | None:
         """How a producer that consumes this linear's output should hand over its gradient; None: in high precision."""
-        if self.recipe is None or self.bias is not None or self.comm.gathers_grad_output or self.comm.grid is not None:
+        if self.recipe is None or self.bias is not None or self.comm.gathers_grad_output:
             return None
-        quantizer = self.recipe.quantizer("grad_output")
-        if quantizer.spec.tile.kind == "tensor" or self.recipe.uses_history:
-            return None
+        name = f"{self.name}/grad_output" if self.recipe.uses_history else None
+        comm = self.comm
+        scaling = Scaling(
+            self.recipe.quantizer("grad_output"), name, self._step(step), comm.axis, comm.cut("grad_output"), comm.grid
+        )
         needs = gemm.needs(self.recipe, "grad_output", self.weight.device)
-        wgrad = {needs["wgrad"]} if self.weight.requires_grad else set()
-        return Want(quantizer, "rowwise" in {needs["dgrad"], *wgrad}, "colwise" in {needs["dgrad"], *wgrad})
+        wanted = {needs["dgrad"], needs["wgrad"]} if self.weight.requires_grad else {needs["dgrad"]}
+        record = scaling.step is not None and scaling.step.training  # a recomputed forward has the step's only backward
+        return scaling.want(0, "rowwise" in wanted, "colwise" in wanted, record=record)
 
     def history_tensors(self) -> dict[str, float]:
         """Global name -> largest finite value of each tensor whose scale comes from a history."""

@@ -66,8 +66,8 @@ class LinearArgs:
 
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
         """How a producer should hand over its value; None: in high precision."""
-        scaling = self.scaling("input")
-        return Want(scaling.quantizer, rowwise, colwise) if scaling.is_local(rows) else None
+        record = self.step is not None and self.step.records
+        return self.scaling("input").want(rows, rowwise, colwise, record=record)
 
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
         return self.weight.operand(gemm_name, self.scaling("weight").scale)

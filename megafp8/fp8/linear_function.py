@@ -13,7 +13,7 @@ with tensor-parallel peers, a CommPlan says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -77,42 +77,60 @@ class LinearFunction(torch.autograd.Function):
 
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
-    """The producer's value, quantized where it alone decides on the bytes, and what it keeps."""
+    """The producer's value, quantized where it alone decides on the bytes, and what is kept of its making."""
     colwise = needs_wgrad and args.needs("input")["wgrad"] == "colwise" and not args.requantize_input
-    value, made = args.producer.produce(x, tensors, args.input_want(x.shape[0], True, colwise))
+    want = args.input_want(x.shape[0], True, colwise)
+    want = want and want.measuring(x.device)
+    value, made = args.producer.produce(x, tensors, want)
+    if want is not None:
+        want.measured()
     if isinstance(value, Quantized) and args.step is not None and args.step.records:
         args.observe("input", value, lambda: args.producer.produce(x, tensors, None)[0])
+    made = (want.amax_out, *made) if want is not None and want.keeps_amax else made
     return value, made if args.keep else ()
 
 
 @dataclass(frozen=True)
 class Remade:
-    """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again."""
+    """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again.
+
+    made: what `produce` gave; tensors: the producer's other ones.
+    """
 
     args: LinearArgs
     kept: QuantizedStorage | None
     made: Tensors
     tensors: Tensors
 
-    def _want(self) -> Want | None:
+    def _again(self) -> tuple[Want | None, Tensors]:
+        """How wgrad wants the value, with forward's amax, and what the producer kept."""
         orientation = self.args.needs("input")["wgrad"]
-        return self.args.input_want(self.made[0].shape[0], orientation == "rowwise", orientation == "colwise")
+        rowwise, colwise = orientation == "rowwise", orientation == "colwise"
+        want = self.args.input_want(self.made[0].shape[0], rowwise, colwise)
+        if want is None or want.spec.tile.kind != "tensor":
+            return want, self.made
+        amax, made = (self.made[0], self.made[1:]) if want.keeps_amax else (None, self.made)
+        return replace(want, amax=amax if want.scale is None else None, record=None), made
 
     def again(self) -> Tensor | QuantizedStorage:
         """The value for wgrad, without a gradient."""
         if self.kept is not None:
             return self.kept
-        return self._operand(self.args.producer.remake(self.made, self.tensors, self._want(), self.args.dtype))
+        want, made = self._again()
+        return self._operand(self.args.producer.remake(made, self.tensors, want, self.args.dtype))
 
     def gradient(self, grad: Tensor, needs_value: bool) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
         """The producer's gradients, and the value for wgrad."""
         args, remake = self.args, needs_value and self.kept is None
-        again = (self._want() or True) if remake else False
-        grads = args.producer.gradient(grad, self.made, self.tensors, args.grad_want, again)
+        again, made = self._again()
+        want = args.grad_want and args.grad_want.measuring(grad.device)
+        grads = args.producer.gradient(grad, made, self.tensors, want, (again or True) if remake else False)
+        if want is not None:
+            want.measured()
         if isinstance(grads.x, Quantized):
             grads = grads._replace(x=QuantizedTensor(grads.x, grad.dtype))
             if args.step is not None and args.step.observer is not None:
-                plain = args.producer.gradient(grad, self.made, self.tensors, None, False).x
+                plain = args.producer.gradient(grad, made, self.tensors, None, False).x
                 grads.x.observed_value = plain
         return grads, self._operand(grads.value) if remake else self.kept
 

@@ -11,7 +11,7 @@ A producer is pure. It lives in `core`; here is what a linear asks of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -28,18 +28,51 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone."""
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone.
+
+    Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
+    which receives the value's. record: what the consumer does with that.
+    """
 
     quantizer: Quantizer
     rowwise: bool = True
     colwise: bool = False
+    amax: Tensor | None = None
+    scale: Tensor | None = None
+    amax_out: Tensor | None = None
+    record: Callable[[Tensor], None] | None = None
 
     @property
     def spec(self) -> OperandSpec:
         return self.quantizer.spec
 
+    @property
+    def scaling(self) -> dict[str, Tensor | None]:
+        """Arguments of fused kernels."""
+        return {"amax": self.amax, "scale": self.scale, "amax_out": self.amax_out}
+
+    @property
+    def keeps_amax(self) -> bool:
+        """Whether the value can be quantized again as now only with its amax."""
+        return self.spec.tile.kind == "tensor" and self.amax is None and self.scale is None
+
+    def measuring(self, device: torch.device) -> Want:
+        """The same, with a place for the value's amax if somebody needs it."""
+        if not self.keeps_amax and self.record is None:
+            return self
+        return replace(self, amax_out=torch.zeros(1, dtype=torch.float32, device=device))
+
+    def measured(self) -> None:
+        """Call it when the value has been made: records its amax."""
+        if self.record is not None and self.amax_out is not None:
+            self.record(self.amax_out)
+
     def quantize(self, value: Tensor) -> Quantized:
-        return self.quantizer.quantize(value, self.rowwise, self.colwise)
+        amax = self.amax
+        if self.amax_out is not None:
+            self.amax_out.copy_(self.quantizer.amax(value))
+            amax = self.amax_out if self.scale is None else None
+        return self.quantizer.quantize(value, self.rowwise, self.colwise, amax=amax, scale=self.scale)
 
     def store(self, rowwise: tuple[Tensor, Tensor] | None, colwise: tuple[Tensor, Tensor] | None) -> Quantized:
         """What a fused kernel gave: (data, scale_inv) of each orientation."""
@@ -97,9 +130,10 @@ def fused_kernels() -> tuple[ModuleType, ModuleType] | None:
     return norm_quantize, swiglu_quantize
 
 
-def fuses(x: Tensor, *wants: Want | bool | None) -> bool:
-    """Whether the fused kernels take `x` and these wishes (None and bools: nothing is quantized)."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or x.stride(-1) != 1:
+def fuses(x: Tensor, dtype: torch.dtype, *wants: Want | None) -> bool:
+    """Whether the fused kernels take `x`, of the compute dtype or bytes of it, and these wishes."""
+    if not x.is_cuda or dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or x.stride(1) != 1:
         return False
-    tiles = [want.spec.tile for want in wants if isinstance(want, Want)]
-    return fused_kernels() is not None and all(tile.kind == "1d" and 128 % tile.block == 0 for tile in tiles)
+    tiles = [want.spec.tile for want in wants if want is not None]
+    known = all(tile.kind == "tensor" or (tile.kind == "1d" and 128 % tile.block == 0) for tile in tiles)
+    return known and fused_kernels() is not None

@@ -28,7 +28,7 @@ SHAPES = [(256, 512), (1, 128), (7, 712), (130, 4096), (4092, 896)]
 
 
 def raw(storage):
-    return [t.contiguous().view(torch.uint8) for t in (storage.data, storage.scale_inv)]
+    return [t.contiguous().flatten().view(torch.uint8) for t in (storage.data, storage.scale_inv)]
 
 
 def assert_same(got, want):
@@ -109,10 +109,9 @@ def test_layer_of_unlikely_shapes_equals_the_cpu(recipe, tokens):
         loss.backward()
         results.append([loss.cpu(), *(b.cpu() - Sink.OFFSET for b in sink.buffers.values())])
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-2, atol=0)
+    whole = torch.cat([expected.flatten() for expected in results[0][1:]]).norm()
     for got, expected in zip(results[1][1:], results[0][1:], strict=True):
-        assert got.isfinite().all()
-        if expected.norm() > 1e-3:
-            assert relative_error(got, expected) < 0.25
+        assert (got - expected).norm() < 0.1 * max(expected.norm(), 0.01 * whole)
 
 
 def test_gradients_reach_fc1_as_bytes():
@@ -154,7 +153,7 @@ def test_heads_are_split_rotated_and_joined(groups, n, d):
     heads = qkv.view(50, groups, n + 2, d)
     for got, part in ((q, heads[:, :, :n]), (k, heads[:, :, n])):
         expected = _rotate(part, cos, sin, False).reshape(got.shape)
-        torch.testing.assert_close(got, expected, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-6)  # products may be fused with sums
     assert torch.equal(v, heads[:, :, n + 1])
     wide = torch.stack([q, q])[0].transpose(0, 1).contiguous().transpose(0, 1)  # strides of attention's gradients
     assert torch.equal(rope.join_heads(wide, k, v, cos, sin), rope.join_heads(q, k, v, cos, sin))

@@ -74,7 +74,7 @@ class Activation:
     def compute(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """The activation without autograd, rounded to x's dtype."""
         with torch.no_grad():
-            return self._value(x, () if weights is None else (weights,))
+            return self._make(x, () if weights is None else (weights,), None, x.dtype)
 
     def keep(self, x: Tensor) -> Tensors:
         """What backward keeps of fc1's output."""
@@ -92,58 +92,63 @@ class Activation:
         return stored.dequantize(dtype).view(data.shape)
 
     def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
-        if want is not None and self._fused(x, tensors, want):
-            _, kernels = fused_kernels()
-            made = kernels.swiglu_quantize(x, want.spec, rowwise=want.rowwise, colwise=want.colwise)
-            return want.store(made.rowwise, made.colwise), self.keep(x)
-        value = self._value(x, tensors)
-        return (value if want is None else want.quantize(value)), self.keep(x)
+        return self._make(x, tensors, want, x.dtype), self.keep(x)
 
     def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
-        return self._remake(self.restore(kept, dtype), tensors, want)
-
-    def _remake(self, x: Tensor, tensors: Tensors, want: Want | None) -> Tensor | Quantized:
-        if want is not None and self._fused(x, tensors, want):
-            _, kernels = fused_kernels()
-            made = kernels.swiglu_quantize(x, want.spec, rowwise=want.rowwise, colwise=want.colwise)
-            return want.store(made.rowwise, made.colwise)
-        value = self._value(x, tensors)
-        return value if want is None else want.quantize(value)
+        return self._make(self._source(kept, dtype), tensors, want, dtype)
 
     def gradient(
         self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
     ) -> Gradients:
-        x, as_wanted = self.restore(kept, grad.dtype), remake if isinstance(remake, Want) else None
-        if self._fused(x, tensors, want, as_wanted) and not (as_wanted and as_wanted.rowwise):
-            return self._fused_gradient(grad, x, want, remake)
-        value = self._remake(x, tensors, as_wanted) if remake else None
+        x, again = self._source(kept, grad.dtype), remake if isinstance(remake, Want) else None
+        if self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
+            return self._fused_gradient(grad, x, tensors, want, remake)
+        value = self._make(x, tensors, again, grad.dtype) if remake else None
         dx, of_tensors = differentiate(self._weighted, x.float(), tensors, grad.float())
         dx = dx.to(grad.dtype)
         return Gradients(dx if want is None else want.quantize(dx), of_tensors, value)
 
-    def _fused_gradient(self, grad: Tensor, x: Tensor, want: Want | None, remake: Want | bool) -> Gradients:
-        _, kernels = fused_kernels()
-        as_wanted = remake if isinstance(remake, Want) else None
-        made = kernels.swiglu_grad_quantize(
-            grad if grad.stride(1) == 1 else grad.contiguous(),
-            x,
-            (want or STORE).spec,
-            rowwise=want is not None and want.rowwise,
-            colwise=want is not None and want.colwise,
-            y_spec=as_wanted and as_wanted.spec,
-            high_precision=want is None,
-        )
-        value = as_wanted.store(None, made.y_colwise) if as_wanted else self._value(x, ()) if remake else None
-        return Gradients(made.dx if want is None else want.store(made.rowwise, made.colwise), (), value)
+    def _source(self, kept: Tensors, dtype: torch.dtype) -> Tensor | Tensors:
+        """fc1's output from what was kept; its bytes where the kernels read them."""
+        as_bytes = self.store_fp8 and self._fused(kept, dtype)
+        return kept if as_bytes else self.restore(kept, dtype)
 
-    def _fused(self, x: Tensor, tensors: Tensors, *wants: Want | None) -> bool:
-        return self.formula is swiglu and not tensors and x.dim() == 2 and fuses(x, *wants)
-
-    def _value(self, x: Tensor, tensors: Tensors) -> Tensor:
-        if self._fused(x, tensors):
+    def _make(self, x: Tensor | Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
+        if self._fused(x, dtype, want):
             _, kernels = fused_kernels()
-            return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True).y
-        return self._weighted(x.float(), *tensors).to(x.dtype)
+            options = {"weights": tensors[0] if tensors else None, "dtype": dtype}
+            if want is None:
+                return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True, **options).y
+            options |= {"rowwise": want.rowwise, "colwise": want.colwise}
+            made = kernels.swiglu_quantize(x, want.spec, **options, **want.scaling)
+            return want.store(made.rowwise, made.colwise)
+        x = x if isinstance(x, Tensor) else self.restore(x, dtype)
+        value = self._weighted(x.float(), *tensors).to(dtype)
+        return value if want is None else want.quantize(value)
+
+    def _fused_gradient(
+        self, grad: Tensor, x: Tensor | Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+    ) -> Gradients:
+        _, kernels = fused_kernels()
+        again = remake if isinstance(remake, Want) else None
+        options = {"weights": tensors[0] if tensors else None, "high_precision": want is None}
+        if want is not None:
+            options |= {"rowwise": want.rowwise, "colwise": want.colwise, **want.scaling}
+        else:
+            options |= {"rowwise": False, "colwise": False}
+        if again is not None:
+            options |= {"y_spec": again.spec, "y_amax": again.amax, "y_scale": again.scale}
+        grad = grad if grad.stride(1) == 1 else grad.contiguous()
+        made = kernels.swiglu_grad_quantize(grad, x, (want or Want(STORE)).spec, **options)
+        dx = made.dx if want is None else want.store(made.rowwise, made.colwise)
+        value = None
+        if remake:
+            value = again.store(None, made.y_colwise) if again else self._make(x, tensors, None, grad.dtype)
+        return Gradients(dx, (made.dweights,) if tensors else (), value)
+
+    def _fused(self, x: Tensor | Tensors, dtype: torch.dtype, *wants: Want | None) -> bool:
+        """Whether kernels do it. x: fc1's output, or its bytes and scales."""
+        return self.formula is swiglu and fuses(x if isinstance(x, Tensor) else x[0], dtype, *wants)
 
     def _weighted(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         y = self.formula(x)

@@ -70,7 +70,7 @@ class MLP(nn.Module):
         inner = linear_after(norm, self.fc1, x, step, remake=remake_norm)
         if self.fc2.takes_producer:
             tensors = () if weights is None else (weights,)
-            return self.fc2(inner, step, producer=self.activation, tensors=tensors, grad_want=self.fc1.grad_want())
+            return self.fc2(inner, step, producer=self.activation, tensors=tensors, grad_want=self.fc1.grad_want(step))
         y = self.activation(inner, weights)
         if self.recomputed or not self.remake:
             return self.fc2(y, step)

@@ -80,12 +80,10 @@ class Norm(nn.Module):
     def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
         """x: [T, size]; tensors: the weight."""
         (weight,) = tensors
-        if want is not None and fuses(x, want):
+        if want is not None and fuses(x, x.dtype, want):
             kernels, _ = fused_kernels()
-            options = {"eps": self.eps, "weight_offset": float(self.zero_centered)}
-            made = kernels.rms_norm_quantize(
-                x, weight, want.spec, rowwise=want.rowwise, colwise=want.colwise, **options
-            )
+            options = {"rowwise": want.rowwise, "colwise": want.colwise, "weight_offset": float(self.zero_centered)}
+            made = kernels.rms_norm_quantize(x, weight, want.spec, eps=self.eps, **options, **want.scaling)
             return want.store(made.rowwise, made.colwise), (x, made.rstd)
         if x.is_cuda and not self.zero_centered:
             value, rstd = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, self.eps)
@@ -94,12 +92,10 @@ class Norm(nn.Module):
 
     def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
         (weight,), x = tensors, kept[0]
-        if want is not None and not want.rowwise and fuses(x, want):
+        if want is not None and not want.rowwise and fuses(x, x.dtype, want):
             kernels, _ = fused_kernels()
-            column = kernels.norm_columns_quantize(
-                x, weight, kept[1], want.spec, weight_offset=float(self.zero_centered)
-            )
-            return want.store(None, column)
+            options = {"weight_offset": float(self.zero_centered), "amax": want.amax, "scale": want.scale}
+            return want.store(None, kernels.norm_columns_quantize(x, weight, kept[1], want.spec, **options))
         return _as_wanted(self._formula(x, weight), want)
 
     def gradient(
