@@ -1,4 +1,4 @@
-"""SIGTERM ends a run after the iteration in hand, with a complete checkpoint and its exit code (CASES 78)."""
+"""SIGTERM and SIGUSR1 end a run after the iteration in hand, with a complete checkpoint and an exit code (CASES 78)."""
 
 import os
 import signal
@@ -15,8 +15,12 @@ from tests.training.runs import flags, metrics, run, write_corpus
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
-def test_sigterm_saves_with_loader_workers_alive(tmp_path, whole_group):
+@pytest.mark.parametrize(
+    ("sent_signal", "whole_group"),
+    [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGUSR1, True)],
+    ids=["TERM-group", "TERM-process", "USR1-group"],
+)
+def test_a_signal_saves_with_loader_workers_alive(tmp_path, sent_signal, whole_group):
     prefix = write_corpus(tmp_path)
     argv = flags(prefix, "--num-workers", "2", "--train-iters", "100000", "--log-interval", "1", "--eval-iters", "0")
     argv += ["--log-dir", str(tmp_path / "run"), "--save", str(tmp_path / "c")]
@@ -34,16 +38,16 @@ def test_sigterm_saves_with_loader_workers_alive(tmp_path, whole_group):
                 break
         sent = time.monotonic()
         if whole_group:
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, sent_signal)
         else:
-            process.terminate()
+            process.send_signal(sent_signal)
         rest, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 128 + signal.SIGTERM, rest
+    assert process.returncode == 128 + sent_signal, rest
     assert time.monotonic() - sent < 60
-    assert "signal 15" in rest
+    assert f"signal {int(sent_signal)}" in rest
     last = metrics(tmp_path / "run")[0][-1]["iteration"]
     assert (tmp_path / "c" / "latest").read_text().strip() == f"iter_{last:07d}"
     resumed = flags(prefix, "--train-iters", "100000", "--exit-interval", str(last + 1), "--eval-iters", "0")

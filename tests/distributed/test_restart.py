@@ -1,0 +1,65 @@
+"""torchrun starts a job again when a rank dies: it goes on from its own checkpoints, as if nothing had been."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megafp8.config import Config
+from megafp8.training.restart import restarted
+from tests.training.runs import flags, metrics, run, tensors, write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+DYING = """
+import os, sys
+import pretrain_gpt
+from megafp8.training.iteration import IterationRunner
+
+original = IterationRunner.run
+
+def run(self, batches, samples):
+    if batches.iteration == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(9)  # as if killed: no clean-up, no word to anybody
+    return original(self, batches, samples)
+
+IterationRunner.run = run
+sys.exit(pretrain_gpt.main())
+"""
+
+
+def test_only_a_restart_with_a_checkpoint_changes_the_configuration(tmp_path):
+    config, name = Config().replace(save=str(tmp_path), load="elsewhere", finetune=True), "iter_0000004"
+    assert restarted(config, {}) is config
+    assert restarted(config, {"TORCHELASTIC_RESTART_COUNT": "1"}) is config, "nothing was saved yet"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "index.json").write_text("{}")
+    (tmp_path / name / "run.json").write_text("{}")
+    again = restarted(config, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (again.checkpoint.load, again.checkpoint.finetune) == (str(tmp_path), False)
+
+
+def test_a_dead_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(tmp_path):
+    corpus = write_corpus(tmp_path)
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    argv = flags(corpus, "--train-iters", "7", "--eval-iters", "0", "--log-interval", "1", "--save-interval", "2")
+    hit, good = tmp_path / "hit", tmp_path / "good"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", str(script), *argv, "--log-dir", str(hit), "--save", str(hit / "c")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from" in done.stdout
+    assert run(*argv, "--log-dir", str(good), "--save", str(good / "c")) == 0
+    for line, other in zip(metrics(hit)[0], metrics(good)[0], strict=True):
+        assert line["iteration"] == other["iteration"]
+        assert line["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
+    mine, theirs = (tensors(d / "c" / "iter_0000007") for d in (hit, good))
+    assert all(torch.allclose(mine[k], theirs[k], rtol=1e-4, atol=1e-6) for k in theirs if k.startswith("model/"))
