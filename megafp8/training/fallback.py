@@ -71,7 +71,7 @@ class Fallbacks:
             if name in self._recipes:
                 linear, recipe = self._recipes.pop(name)
                 linear.use_recipe(recipe)
-                optimizer.hold_in_fp8(spec_of(linear.weight).name, True)
+                optimizer.hold_in_fp8(spec_of(linear.weight).name, only=True)
         optimizer.write_weights()
 
     def _fall(self, since: dict[str, int]) -> None:
@@ -84,6 +84,6 @@ class Fallbacks:
         for name in since.keys() & here.keys():
             linear = here[name]
             self._recipes[name] = linear, linear.recipe
-            optimizer.hold_in_fp8(spec_of(linear.weight).name, False)
+            optimizer.hold_in_fp8(spec_of(linear.weight).name, only=False)
             linear.use_recipe(None)
         optimizer.write_weights()
