@@ -70,4 +70,4 @@ class LinearArgs:
         return self.scaling("input").want(rows, rowwise, colwise, record=record)
 
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
-        return self.weight.operand(gemm_name, self.scaling("weight").scale)
+        return self.weight.operand(gemm_name, self.scaling("weight").scale, all_copies=self.keep)

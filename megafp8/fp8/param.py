@@ -18,7 +18,7 @@ from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.primary import PrimaryBytes
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.storage import QuantizedStorage
+from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.parallel import Axis, Pending
 
 
@@ -123,14 +123,20 @@ class Weight:
                 self.shared.max_(self._amax)
         return self._amax
 
-    def operand(self, gemm_name: str, scale: Tensor | None = None) -> QuantizedStorage:
+    def operand(self, gemm_name: str, scale: Tensor | None = None, *, all_copies: bool = False) -> QuantizedStorage:
         """The FP8 operand of "fprop" or "dgrad", derived at most once a version.
 
-        scale: delayed scaling's; None takes it from the weight's amax.
+        scale: delayed scaling's; None takes it from the weight's amax. all_copies: the other GEMM will ask as well, so
+        that one pass over the weight should make both, where both are kept.
         """
         self._refresh(scale)
-        orientation = gemm.needs(self.recipe, "weight", self.param.device)[gemm_name]
+        needs = gemm.needs(self.recipe, "weight", self.param.device)
+        orientation = needs[gemm_name]
         if orientation in self._copies:
+            return self._copies[orientation]
+        if all_copies and self.keep_transposed and self.primary is None and not self._copies:
+            made = self._quantize(scale, rowwise="rowwise" in needs.values(), colwise="colwise" in needs.values())
+            self._copies = {o: getattr(made, o) for o in set(needs.values())}
             return self._copies[orientation]
         storage = self._derive(orientation, scale)
         is_transposition = orientation == "colwise" and storage.tile.symmetric
@@ -145,19 +151,21 @@ class Weight:
                     "an FP8 primary weight has another scale than its history: Optimizer.write_weights()"
                 )
             return self.primary.storage(orientation)
-        quantizer = self.recipe.quantizer("weight")
         other = self._copies.get("rowwise" if orientation == "colwise" else "colwise")
         if other is not None and other.tile.symmetric:
             return other.flipped()
-        colwise = orientation == "colwise"
+        quantized = self._quantize(scale, rowwise=orientation == "rowwise", colwise=orientation == "colwise")
+        return getattr(quantized, orientation)
+
+    def _quantize(self, scale: Tensor | None, *, rowwise: bool, colwise: bool) -> Quantized:
+        quantizer = self.recipe.quantizer("weight")
         value, amax = self.param, None
         if self.grid is not None:
             value = self.grid.pad(value, self.grid_dim)
             amax = self.grid.share(quantizer.amax(value), self.grid_dim)
         elif scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1:
             amax = self.amax()
-        quantized = quantizer.quantize(value, rowwise=not colwise, colwise=colwise, amax=amax, scale=scale)
-        return quantized.colwise if colwise else quantized.rowwise
+        return quantizer.quantize(value, rowwise=rowwise, colwise=colwise, amax=amax, scale=scale)
 
     @property
     def nbytes(self) -> int:
