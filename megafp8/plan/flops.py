@@ -18,8 +18,11 @@ shared. Backward is twice the forward; recomputation is not counted (model FLOPs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megafp8.config import Config
-from megafp8.plan.shapes import layer_linears, layers
+from megafp8.fp8 import Recipe, policy
+from megafp8.plan.shapes import PartShape, layer_linears, layers
 
 
 def linear_flops_per_token(config: Config) -> int:
@@ -35,7 +38,7 @@ def _layer_products(config: Config, experts: bool) -> int:
     """Multiplications a token of a layer's linears and router."""
     m = config.model
     router = m.hidden_size * m.num_experts if experts else 0
-    return router + sum(p.share * p.out_features * p.in_features for p in layer_linears(m, experts=experts))
+    return router + sum(_products(shape) for shape in layer_linears(m, experts=experts))
 
 
 def attention_flops_per_token(config: Config, *, causal: bool = True) -> float:
@@ -64,3 +67,23 @@ def training_flops_per_token(config: Config, *, causal: bool = True) -> float:
         causal: whether only the keys that the causal mask lets through count.
     """
     return 3 * forward_flops_per_token(config, causal=causal)
+
+
+def fp8_training_flops_per_token(config: Config, counts: Callable[[Recipe], bool] = lambda recipe: True) -> float:
+    """Returns those of `training_flops_per_token` that FP8 GEMMs do: all three products of the linears in FP8.
+
+    Args:
+        config: as there.
+        counts: which recipes' products count.
+    """
+    recipe_of, products = policy.from_config(config), 0.0
+    for layer in layers(config):
+        for shape in layer_linears(config.model, experts=layer.experts):
+            recipes = [recipe_of(f"{layer.name}.{part}") for part in shape.parts]
+            covered = sum(recipe is not None and counts(recipe) for recipe in recipes) / len(recipes)
+            products += covered * _products(shape)
+    return 3 * 2 * products
+
+
+def _products(shape: PartShape) -> float:
+    return shape.share * shape.out_features * shape.in_features

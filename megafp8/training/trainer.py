@@ -26,7 +26,7 @@ from megafp8.training.run_log import RunLog
 from megafp8.training.saving import Outcome, Saves
 from megafp8.training.signals import StopSignal
 from megafp8.training.step import evaluate
-from megafp8.training.throughput import IntervalTimer, max_memory_gib
+from megafp8.training.throughput import IntervalTimer, max_memory_gib, utilization
 from megafp8.training.watchdog import build_watchdog
 
 
@@ -235,6 +235,8 @@ class Trainer:
             "tflops_per_gpu": flops / per_iteration / world / 1e12,
             "max_memory_gib": max_memory_gib(self.parts.device),
         }
+        mfu = utilization(self.config, self.parts.device, tokens / per_iteration / world)
+        times |= {} if mfu is None else {"mfu": mfu}
         lines = read_records(records)
         parallel, device = self.parts.parallel, self.parts.device
         numbers, notes = balance(parallel, device, self._runner.times.take(), len(records), per_iteration)
