@@ -264,6 +264,7 @@ class Program:
         a, b = (self.typed(o, parts[-1]) for o in operands[1:3])
         with np.errstate(invalid="ignore"):
             result = {"eq": a == b, "ne": a != b, "neu": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}
+            result |= {"ltu": ~(a >= b), "leu": ~(a > b), "gtu": ~(a <= b), "geu": ~(a < b)}
         self.write(operands[0], result[parts[1]])
 
     def select(self, parts: list[str], operands: list[str]) -> None:
@@ -284,8 +285,10 @@ class Program:
     def permute_bytes(self, parts: list[str], operands: list[str]) -> None:
         source = np.stack([self.value(o) for o in operands[1:3]], 1).view(np.uint8)
         selector = self.value(operands[3])[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
-        assert (selector < 8).all(), "sign replication"
-        self.write(operands[0], np.take_along_axis(source, selector.astype(np.int64), 1).view(np.uint32)[:, 0])
+        taken = np.take_along_axis(source, (selector & 7).astype(np.int64), 1)
+        signs = np.where(taken >= 128, np.uint8(0xFF), np.uint8(0))  # what a selector's upper bit asks for
+        taken = np.where(selector & 8, signs, taken)
+        self.write(operands[0], np.ascontiguousarray(taken).view(np.uint32)[:, 0])
 
     def convert(self, parts: list[str], operands: list[str]) -> None:
         target, source = parts[-2:]
