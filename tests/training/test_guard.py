@@ -46,7 +46,7 @@ def plant(spoil, *, name=LAYER, iterations=(3,), only_fp8=True):
 
 
 def infinite_output(linear, x, call):
-    return call(x).index_fill(0, torch.tensor([5]), torch.inf)
+    return call(x).index_fill(0, torch.tensor([5], device=x.device), torch.inf)
 
 
 def bad_gradient(linear, x, call):
