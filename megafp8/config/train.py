@@ -73,7 +73,12 @@ class TrainConfig:
     )
     recompute_num_layers: int | None = flag(None, "Layers of a unit (uniform), or layers recomputed (block).")
     recompute_modules: tuple[str, ...] | None = flag(
-        None, "Parts that selective recomputation covers.", nargs="*", metavar="MODULE", shown_default="core_attn"
+        None,
+        "Parts that selective recomputation covers: core_attn, layernorm, mla_up_proj, mlp, moe, moe_act, "
+        "shared_experts.",
+        nargs="*",
+        metavar="MODULE",
+        shown_default="core_attn",
     )
     deterministic_mode: bool = flag(False, "Only deterministic kernels: the same run twice gives the same bits.")
     device: str = flag("auto", "Where to run; auto takes a GPU when there is one.", choices=("auto", "cpu", "cuda"))

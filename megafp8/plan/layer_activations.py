@@ -3,7 +3,7 @@
 latent attention (rq, rk widths of the latents, c and v channels of a head's queries and values):
     q_norm, kv_norm        T rq e, T rk e and FP32 statistics
     q_up, kv_up            T rq e, T rk e, or q8
-    core attention         T a (2c + v) e (q, k, v), T a v e (its output), 4 T a
+    core attention         T a (2c + v) e (q, k, v; or what "mla_up_proj" makes them from), T a v e (its output), 4 T a
 
 a mixture of experts (R = T k routed rows, taken as spread evenly over E experts where scales are counted):
     router                 T h e (its input), 4 T E (scores), indices and weights of R rows
@@ -124,6 +124,8 @@ class LayerPlan:
                 shared = shared or self._recipe(part) is None
         for norm, width in attention_norms(s.model).items():
             yield self._norm(f"attention.{norm}", f"attention.{norm.removesuffix('norm')}up", width)
+        if {"mla_up_proj", "core_attn"} <= set(self.recomputed):
+            return
         if s.model.q_lora_rank is not None:
             yield self._input("attention.q_up")
         yield self._input("attention.kv_up")
@@ -132,7 +134,11 @@ class LayerPlan:
         s, m = self.sizes, self.sizes.model
         heads, groups = m.num_attention_heads, m.num_attention_heads if m.multi_latent_attention else m.num_query_groups
         channels = heads * m.query_channels + groups * (m.query_channels + m.value_channels)
-        yield Activation("attention.core", "q, k, v", s.tokens * channels * s.element)
+        what = "q, k, v"
+        if "mla_up_proj" in self.recomputed:  # q_proj's queries stay: it is no projection from a latent
+            channels = m.qk_pos_emb_head_dim + (heads * m.query_channels if m.q_lora_rank is None else 0)
+            what = "rotated key" if m.q_lora_rank is not None else "q, rotated key"
+        yield Activation("attention.core", what, s.tokens * channels * s.element)
         if "core_attn" in self.recomputed and self._recipe("attention.proj") is not None:
             yield self._input("attention.proj")
         else:

@@ -54,12 +54,6 @@ MENDS = {
         Mend("--decoder-last-pipeline-num-layers", LAYOUT, "--decoder-last-pipeline-num-layers 1"),
         Mend("--account-for-loss-in-pipeline-split", LAYOUT, "--account-for-loss-in-pipeline-split"),
         Mend(LAYOUT, "every m must be in the last stage", "(tt|)*29,m|L", "(tt|)*29|mL"),
-        Mend(
-            "--recompute-modules mla_up_proj",
-            "not yet",
-            "--recompute-modules mla_up_proj mlp moe_act",
-            "--recompute-modules mlp",
-        ),
     ],
 }
 

@@ -155,7 +155,7 @@ CASES = {
     "--recompute-granularity selective --recompute-method uniform": ["--recompute-method uniform", "full"],
     "--recompute-granularity selective --recompute-modules moe": ["--recompute-modules moe", "needs --num-experts"],
     "--recompute-granularity selective --recompute-modules moe_act": ["--recompute-modules moe_act", "--num-experts"],
-    "--recompute-granularity selective --recompute-modules mla_up_proj": ["mla_up_proj", "not yet", "mlp"],
+    "--recompute-granularity selective --recompute-modules mla_up_proj": ["mla_up_proj", "--multi-latent-attention"],
     "--recompute-granularity selective --recompute-modules all": ["--recompute-modules all", "no such", "mlp"],
     "--recompute-granularity full --recompute-num-layers 3": ["--recompute-num-layers 3", "--num-layers 2"],
     "--skip-train": ["--skip-train", "--load"],

@@ -61,6 +61,9 @@ CASES = {
         "recompute_modules": ("moe_act", "shared_experts"),
     },
     "bf16 latent attention": BF16 | EVEN_HEADS,
+    "recompute up-projections": BF16
+    | EVEN_HEADS
+    | {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
     "blockwise latent attention": BLOCKWISE | EVEN_HEADS | {"q_lora_rank": None},
     "bf16 prediction": BF16 | {"mtp_num_layers": 2},
     "blockwise prediction, recompute all": BLOCKWISE | {"mtp_num_layers": 1, "recompute_granularity": "full"},

@@ -4,8 +4,7 @@ from megafp8.config.config import Config, flag_of
 from megafp8.config.parallel import layout_sizes
 from megafp8.config.validate.limits import plain
 
-MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
-LATER_MODULES = ("mla_up_proj",)
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 
 
 def layout(c: Config) -> str | None:
@@ -124,12 +123,12 @@ def recompute(c: Config) -> str | None:
         if c.is_given(name) and t.recompute_granularity != wants:
             return f"{flag_of(name)} {plain(c.value(name))} needs --recompute-granularity {wants}; add it"
     for module in t.recompute_modules or ():
-        if module in LATER_MODULES:
-            return f"--recompute-modules {module}: not yet in megafp8; use {', '.join(MODULES)}"
         if module not in MODULES:
             return f"--recompute-modules {module}: no such part; use {', '.join(MODULES)}"
         if module in ("moe", "moe_act", "shared_experts") and c.model.num_experts is None:
             return f"--recompute-modules {module} needs --num-experts; use mlp"
+        if module == "mla_up_proj" and not c.model.multi_latent_attention:
+            return f"--recompute-modules {module} needs --multi-latent-attention; use core_attn"
     if (t.recompute_num_layers or 1) > c.model.num_layers:
         return (
             f"--recompute-num-layers {t.recompute_num_layers} is more than --num-layers {c.model.num_layers}; lower it"

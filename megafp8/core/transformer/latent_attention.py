@@ -12,6 +12,9 @@ Under tensor parallelism every rank makes the latents of all tokens alike, and h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +25,7 @@ from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
 from megafp8.core.transformer.norm import latent_norm
 from megafp8.core.transformer.produce import linear_after
-from megafp8.core.transformer.recompute import recomputed
+from megafp8.core.transformer.recompute import all_remade, recomputed
 from megafp8.core.transformer.rope import apply_rotary, score_scale
 from megafp8.fp8 import Linear
 from megafp8.parallel import Axis
@@ -41,6 +44,7 @@ class LatentAttention(nn.Module):
         self.plain, self.rotated = m.qk_head_dim, m.qk_pos_emb_head_dim
         self.values, self.latent = m.v_head_dim, m.kv_lora_rank
         self.recompute_core = "core_attn" in build.recompute.modules
+        self.recompute_up = "mla_up_proj" in build.recompute.modules
         self._build_projections(name, build)
         self.core = CoreAttention(
             build.head_place(f"{name}.core"),
@@ -108,27 +112,49 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
         x = gather_tokens(x, self.tokens)
-        q = self._queries(x, sequences, step)
-        k, v = self._keys_and_values(x, sequences, step)
-        if self.recompute_core:
+        low = self.q_proj(x, step) if self.q_proj is not None else self.q_down(x, step)
+        latent, shared = self.kv_down(x, step).split((self.latent, self.rotated), -1)
+        inputs = low, latent.contiguous(), sum_gradient(shared, self.tp)
+
+        def up(*inputs_and_step) -> tuple[Tensor, Tensor, Tensor]:
+            return self._up(*inputs_and_step[:-1], sequences, inputs_and_step[-1])
+
+        if self.recompute_core and self.recompute_up:
+            out = recomputed(lambda *given: self.core(*up(*given), sequences, given[-1]), step, *inputs)
+        elif self.recompute_core:
+            q, k, v = up(*inputs, step)
             out = recomputed(lambda q, k, v, step: self.core(q, k, v, sequences, step), step, q, k, v)
         else:
-            out = self.core(q, k, v, sequences, step)
+            q, k, v = up(*inputs, step)
+            with self._up_remade((q, k, v), lambda: up(*inputs, step.recompute())):
+                out = self.core(q, k, v, sequences, step)
         return self.proj(out, step)
 
-    def _queries(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
-        """[T, heads, unrotated + rotated channels]."""
-        if self.q_proj is not None:
-            q = self.q_proj(x, step)
-        else:
-            q = linear_after(self.q_norm, self.q_up, self.q_down(x, step), step)
-        plain, turned = q.view(-1, self.heads, self.plain + self.rotated).split((self.plain, self.rotated), -1)
-        return torch.cat([plain, apply_rotary(turned, sequences.rotation, interleaved=True)], -1)
+    def _up_remade(
+        self, made: tuple[Tensor, Tensor, Tensor], up: Callable[[], tuple[Tensor, Tensor, Tensor]]
+    ) -> AbstractContextManager[None]:
+        """Inside, queries, keys and values are not kept; where q_proj made the queries, those are."""
+        if not self.recompute_up or not torch.is_grad_enabled():
+            return nullcontext()
+        first = 1 if self.q_proj is not None else 0
 
-    def _keys_and_values(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
-        """k [T, heads, unrotated + rotated channels], v [T, heads, value channels], each contiguous."""
-        latent, shared = self.kv_down(x, step).split((self.latent, self.rotated), -1)
-        up = linear_after(self.kv_norm, self.kv_up, latent.contiguous(), step)
+        def remake() -> tuple[Tensor, ...]:  # it must not hold what it makes anew
+            with torch.no_grad():
+                return up()[first:]
+
+        return all_remade(made[first:], remake)
+
+    def _up(
+        self, low: Tensor, latent: Tensor, shared: Tensor, sequences: Sequences, step: StepContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [T, heads, unrotated + rotated channels], values [T, heads, value channels], contiguous.
+
+        low: latent of the queries, or the queries of q_proj. latent: of keys and values. shared: the rotated key.
+        """
+        q = low if self.q_proj is not None else linear_after(self.q_norm, self.q_up, low, step)
+        plain, turned = q.view(-1, self.heads, self.plain + self.rotated).split((self.plain, self.rotated), -1)
+        q = torch.cat([plain, apply_rotary(turned, sequences.rotation, interleaved=True)], -1)
+        up = linear_after(self.kv_norm, self.kv_up, latent, step)
         plain, v = up.view(-1, self.heads, self.plain + self.values).split((self.plain, self.values), -1)
-        shared = apply_rotary(sum_gradient(shared, self.tp)[:, None], sequences.rotation, interleaved=True)
-        return torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()
+        shared = apply_rotary(shared[:, None], sequences.rotation, interleaved=True)
+        return q, torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()

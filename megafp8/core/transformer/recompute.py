@@ -1,13 +1,13 @@
 """Activation recomputation: compute again in backward what would otherwise be kept.
 
-`recomputed` runs a whole part again; `remade` replaces one tensor that a consumer would keep, where running its
-producer alone is enough. Both give the bits of the first time: random numbers are functions of the step, not of a
-generator's state. The second pass of a part gets `step.recompute()`, so that it records no statistics.
+`recomputed` runs a whole part again; `remade` and `all_remade` replace tensors that a consumer would keep, where
+running their producer alone is enough. All give the bits of the first time: random numbers are functions of the step,
+not of a generator's state. The second pass of a part gets `step.recompute()`, so that it records no statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,4 +41,39 @@ def remade(output: Tensor, remake: Callable[[], Tensor]) -> Iterator[None]:
         return None if (tensor.data_ptr(), tensor.numel()) == (address, size) else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: remake() if kept is None else kept):
+        yield
+
+
+@contextmanager
+def all_remade(outputs: Sequence[Tensor], remake: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    """`remade` for several tensors that are made together, and that their consumer may see in another shape.
+
+    remake: gives them all, of the same values and strides; asked once for all that the consumer's backward needs.
+    """
+    places = {(output.data_ptr(), output.numel()): number for number, output in enumerate(outputs)}
+    made: list[Tensor] = []
+    waiting = 0
+
+    def pack(tensor: Tensor) -> Tensor | tuple[int, torch.Size, tuple[int, ...]]:
+        nonlocal waiting
+        number = places.get((tensor.data_ptr(), tensor.numel()))
+        if number is None:
+            return tensor
+        waiting += 1
+        return number, tensor.size(), tensor.stride()
+
+    def unpack(kept: Tensor | tuple[int, torch.Size, tuple[int, ...]]) -> Tensor:
+        nonlocal waiting
+        if isinstance(kept, Tensor):
+            return kept
+        if not made:
+            made.extend(remake())
+        number, size, stride = kept
+        tensor = made[number].as_strided(size, stride)
+        waiting -= 1
+        if not waiting:
+            made.clear()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

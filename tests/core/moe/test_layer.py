@@ -227,6 +227,8 @@ PLANS = {
     "parts": RecomputePlan(frozenset({"core_attn", "layernorm"})),
     "experts": RecomputePlan(frozenset({"moe", "mlp"})),
     "parts of experts": RecomputePlan(frozenset({"moe_act", "shared_experts"})),
+    "up-projections": RecomputePlan(frozenset({"mla_up_proj"})),
+    "up-projections and core": RecomputePlan(frozenset({"mla_up_proj", "core_attn"})),
 }
 
 
