@@ -1,4 +1,4 @@
-"""On the GPU, too, looking changes no bit of a run, and fallbacks to BF16 give FP8 primary weights' runs the same bits."""
+"""On the GPU looking changes no bit of a run either, and fallbacks give runs with FP8 primary weights the same bits."""
 
 import json
 
