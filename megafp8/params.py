@@ -48,6 +48,8 @@ class ParamSpec:
         the tokens, e.g. norms under sequence parallelism), to be summed before use. Data parallelism is not listed.
     expert: belongs to an expert, so it is reduced over the expert-data-parallel group.
     decay: weight decay applies (matrices yes; norms, biases and other 1-D parameters no).
+    stack: (name, number) of a parameter that is multiplied together with others of the same name: they lie side by
+        side in the optimizer's buffers, by number, and their gradients get ready together.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ParamSpec:
     replicated_over: frozenset[str] = frozenset()
     grad_sum_over: frozenset[str] = frozenset()
     expert: bool = False
+    stack: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.box:

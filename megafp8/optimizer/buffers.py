@@ -205,4 +205,6 @@ def entry_of(
     order: int = 0,
 ) -> Entry:
     """dtype: that the parameter is stored in, if not its own."""
-    return Entry(spec.name, param.numel(), dtype or param.dtype, spec.expert, group, partial, order)
+    stack, number = spec.stack or ("", 0)
+    kind = dtype or param.dtype
+    return Entry(spec.name, param.numel(), kind, spec.expert, group, partial, order, stack=stack, number=number)

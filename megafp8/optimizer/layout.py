@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ class Entry:
 
     dtype: as stored, FP8 for FP8 primary weights. partial: each rank's gradient is only a part, summed over other axes
     before it is reduced. order: gradients with lower numbers get ready earlier. precision: of its masters and moments.
+    stack, number: parameters of a stack lie side by side, by number, in one bucket; their gradients come together.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Entry:
     partial: bool = False
     order: int = 0
     precision: Precision = FP32_STATE
+    stack: str = ""
+    number: int = 0
 
 
 class Slot(NamedTuple):
@@ -117,7 +120,7 @@ def plan_layouts(
 
     """
     buffers: dict[tuple[str, bool, bool, Precision], list[Entry]] = {}
-    for entry in entries:
+    for entry in _stacks_together(list(entries)):
         key = (str(entry.dtype), entry.expert, entry.partial, entry.precision)
         buffers.setdefault(key, []).append(entry)
     return tuple(
@@ -157,20 +160,34 @@ def _plan_buffer(entries: list[Entry], shards: int, bucket_elements: int | None)
     )
 
 
+def _stacks_together(entries: list[Entry]) -> list[Entry]:
+    """A stack's gradients get ready when the last of them does."""
+    last: dict[str, int] = {}
+    for entry in entries:
+        last[entry.stack] = max(entry.order, last.get(entry.stack, entry.order))
+    return [replace(entry, order=last[entry.stack]) if entry.stack else entry for entry in entries]
+
+
 def _deal(entries: list[Entry], bucket_elements: int | None) -> Iterator[list[Entry]]:
     """The entries of each bucket, in the order of their offsets."""
     members: list[Entry] = []
-    for entry in sorted(entries, key=lambda e: (e.order, e.name)):
+    ordered = sorted(entries, key=_place)
+    for entry, following in zip(ordered, [*ordered[1:], None], strict=True):
         members.append(entry)
-        if bucket_elements is not None and sum(e.numel for e in members) >= bucket_elements:
+        inside = entry.stack and following is not None and following.stack == entry.stack
+        if bucket_elements is not None and not inside and sum(e.numel for e in members) >= bucket_elements:
             yield _by_group(members)
             members = []
     if members:
         yield _by_group(members)
 
 
+def _place(entry: Entry) -> tuple[int, int, str]:
+    return entry.order, entry.number, entry.name
+
+
 def _by_group(members: list[Entry]) -> list[Entry]:
-    return sorted(members, key=lambda e: (not e.group.decay, *e.group[1:], e.order, e.name))
+    return sorted(members, key=lambda e: (not e.group.decay, *e.group[1:], *_place(e)))
 
 
 def _round_up(n: int, step: int) -> int:

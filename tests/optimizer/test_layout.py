@@ -1,6 +1,7 @@
 """Layout of the flat buffers, their buckets and shards."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,3 +141,24 @@ def test_boxes_of_a_piece_are_global_and_leave_padding_out(start):
     assert boxes[0][1].start == 1000
     assert boxes[0][0][0][0] == 20 + start // 20
     assert boxes[-1][0][0][1] == 30
+
+
+@pytest.mark.parametrize("bucket_elements", [None, 100])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_stacks_lie_side_by_side_in_one_bucket(shards, bucket_elements):
+    """At one distance, by number, whatever lies between them in the model; they get ready when the last one does."""
+    entries = [Entry(f"norm{i}", 70, torch.float32, False, Group(False), order=i) for i in range(30)]
+    for number in range(11):  # "10" sorts before "2"
+        for kind, size in (("fc1", 130), ("fc2", 65)):
+            order = 40 - 2 * number - (kind == "fc2")
+            entry = Entry(f"{number}.{kind}", size, torch.float32, False, Group(True), order=order)
+            entries.append(replace(entry, stack=kind, number=number))
+    (layout,) = plan_layouts(entries, shards=shards, bucket_elements=bucket_elements)
+    slots = {slot.name: slot for slot in layout.slots}
+    for kind, size in (("fc1", 192), ("fc2", 128)):
+        starts = [slots[f"{number}.{kind}"].start for number in range(11)]
+        assert starts == [starts[0] + number * size for number in range(11)]
+        inside = [b for b in layout.buckets if b.start <= starts[0] < b.stop]
+        assert len(inside) == 1
+        assert inside[0].stop >= slots[f"10.{kind}"].stop
+        assert inside[0].order >= max(e.order for e in entries if e.stack == kind)

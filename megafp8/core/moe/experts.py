@@ -7,7 +7,7 @@ has no bias, and then no output needs to be kept for the weight's gradient.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from megafp8.fp8 import Linear
 from megafp8.fp8.grouped_linear import GroupedLinear, can_group, rows_alignment
 from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.params import Init
+from megafp8.params import Init, attach_spec, spec_of
 from megafp8.step import StepContext
 
 
@@ -52,6 +52,10 @@ class Experts(nn.ModuleList):
             for e in range(first, last)
         )
 
+        for number, mlp in enumerate(self):
+            for kind in ("fc1", "fc2"):
+                weight = getattr(mlp, kind).weight
+                attach_spec(weight, replace(spec_of(weight), stack=(f"{name}.{kind}", number)))
         self.recomputed = recomputed
         self._grouped = (GroupedLinear([mlp.fc1 for mlp in self]), GroupedLinear([mlp.fc2 for mlp in self]))
 
