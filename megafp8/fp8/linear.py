@@ -144,11 +144,13 @@ class Linear(nn.Module):
         producer: Producer | None = None,
         tensors: tuple[Tensor, ...] = (),
         grad_want: Want | None = None,
-    ) -> Tensor:
+        passes_on: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """x: [..., in_features], high precision or QuantizedTensor. Returns [..., out_features].
 
         producer: makes the input from `x` [..., any] and `tensors`, where `takes_producer`; then `requantize_input`
-        means that it makes it again in backward. grad_want: how the gradient of `x` is wanted then.
+        means that it makes it again in backward. grad_want: how the gradient of `x` is wanted then. passes_on: also
+        returns `x`, for whoever else reads it: the two gradients of `x` are then added where the producer's is made.
         """
         if producer is None and x.shape[-1] != self.in_features:
             raise ValueError(f"linear {self.name or ''} takes {self.in_features} features, got {tuple(x.shape)}")
@@ -166,9 +168,13 @@ class Linear(nn.Module):
             dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
             producer=producer,
             grad_want=grad_want,
+            passes_on=passes_on,
         )
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y = LinearFunction.apply(rows, self.weight, self.bias, args, *tensors)
+        if passes_on:
+            y, x = y[0], y[1].view(x.shape)
+            return y.view(*x.shape[:-1], self.out_features), x
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _step(self, step: StepContext | None) -> StepContext | None:

@@ -24,7 +24,8 @@ class LinearArgs:
 
     name: global name of the weight, under which a history is kept. keep: whether backward may follow. dtype: of the
     output and of dX. producer: makes the input; with `requantize_input` backward has it made again. grad_want: how the
-    producer's dX is wanted.
+    producer's dX is wanted. passes_on: the producer's input is handed on as a second output, whose gradient is added to
+    dX on the way.
     """
 
     weight: Weight
@@ -38,6 +39,7 @@ class LinearArgs:
     dtype: torch.dtype
     producer: Producer | None = None
     grad_want: Want | None = None
+    passes_on: bool = False
 
     def scaling(self, role: str, *, whole: bool = False) -> Scaling:
         """`whole`: the tensor has been gathered already."""

@@ -36,12 +36,15 @@ def pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
 class LinearFunction(torch.autograd.Function):
     """x: [M, K], high precision or QuantizedTensor; with a producer its input, and `tensors` its others.
 
-    Returns [M, N] in `args.dtype`.
+    Returns [M, N] in `args.dtype`; where `args.passes_on`, also the producer's input as it came.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs, *tensors: Tensor) -> Tensor:
-        ctx.args, ctx.bias = args, bias
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs, *tensors: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.args, ctx.bias, source = args, bias, x
+        ctx.set_materialize_grads(False)
         needs_wgrad, made = args.keep and weight.requires_grad, ()
         if args.producer is not None:
             x, made = produce(x, tensors, args, needs_wgrad)
@@ -56,20 +59,24 @@ class LinearFunction(torch.autograd.Function):
         ctx.counts = len(own), len(made)
         # The weight is saved so that PyTorch refuses a backward after it was written to.
         ctx.save_for_backward(weight, *own, *made, *tensors)
-        return y
+        return (y, source) if args.passes_on else y
 
     @staticmethod
     @once_differentiable  # a gradient of the gradient would silently lack this linear
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy: Tensor, beside: Tensor | None = None) -> tuple[Tensor | None, ...]:
         args, (own, made) = ctx.args, ctx.counts
+        if dy is None:  # only the producer's input was used
+            return beside, *(None,) * (len(ctx.needs_input_grad) - 1)
         weight, *saved = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         needs_dgrad = needs_dgrad or any(ctx.needs_input_grad[4:])
         x = ctx.rebuild(*saved[:own])
         if args.producer is not None:
             x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made :]))
-        run = _backward_high_precision if args.recipe is None else _backward_fp8
-        dx, wgrad, others = run(dy, x, weight, args, needs_dgrad, needs_wgrad)
+        if args.recipe is None:
+            dx, wgrad, others = _backward_high_precision(dy, x, weight, args, needs_dgrad, needs_wgrad)
+        else:
+            dx, wgrad, others = _backward_fp8(dy, x, args, needs_dgrad, needs_wgrad, beside)
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
         dw = deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = deliver(ctx.bias, sum_rows(dy), args.step) if needs_bias else None
@@ -119,12 +126,14 @@ class Remade:
         want, made = self._again()
         return self._operand(self.args.producer.remake(made, self.tensors, want, self.args.dtype))
 
-    def gradient(self, grad: Tensor, needs_value: bool) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
-        """The producer's gradients, and the value for wgrad."""
+    def gradient(
+        self, grad: Tensor, needs_value: bool, beside: Tensor | None = None
+    ) -> tuple[Gradients, Tensor | QuantizedStorage | None]:
+        """The producer's gradients, and the value for wgrad. beside: added to the gradient of its input."""
         args, remake = self.args, needs_value and self.kept is None
         again, made = self._again()
         want = args.grad_want and args.grad_want.measuring(grad.device)
-        grads = args.producer.gradient(grad, made, self.tensors, want, (again or True) if remake else False)
+        grads = args.producer.gradient(grad, made, self.tensors, want, (again or True) if remake else False, beside)
         if want is not None:
             want.measured()
         if isinstance(grads.x, Quantized):
@@ -219,13 +228,13 @@ def _fprop_fp8(
 def _backward_fp8(
     dy: Tensor,
     x: Tensor | QuantizedStorage | Remade | None,
-    weight: Tensor,
     args: LinearArgs,
     needs_dgrad: bool,
     needs_wgrad: bool,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor | None, Wgrad | None, tuple]:
     """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once, in the orientations that the
-    two GEMMs want.
+    two GEMMs want. beside: added to a producer's dX.
 
     A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
     kept it in high precision.
@@ -247,7 +256,7 @@ def _backward_fp8(
         w, grad_output = args.weight_operand("dgrad"), pick(quantized, needs["dgrad"])
         dx = args.comm.dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
     if needs_dgrad and remade is not None:
-        (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None)
+        (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None, beside)
         arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
     if not needs_wgrad:
         return dx, None, others

@@ -103,9 +103,16 @@ class Producer(Protocol):
         ...
 
     def gradient(
-        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+        self,
+        grad: Tensor,
+        kept: Tensors,
+        tensors: Tensors,
+        want: Want | None,
+        remake: Want | bool,
+        beside: Tensor | None = None,
     ) -> Gradients:
-        """From the gradient of the value. want: how dX is wanted. remake: whether, and how, the value is wanted too."""
+        """From the gradient of the value. want: how dX is wanted. remake: whether, and how, the value is wanted too.
+        beside: a gradient that reaches x on another way, to be added to dX."""
         ...
 
 
@@ -121,13 +128,13 @@ def differentiate(
 
 
 @cache
-def fused_kernels() -> tuple[ModuleType, ModuleType] | None:
-    """(norm_quantize, swiglu_quantize); None where Triton is not installed."""
+def fused_kernels() -> tuple[ModuleType, ModuleType, ModuleType] | None:
+    """(norm_quantize, swiglu_quantize, norm_grad); None where Triton is not installed."""
     try:
-        from megafp8.kernels import norm_quantize, swiglu_quantize
+        from megafp8.kernels import norm_grad, norm_quantize, swiglu_quantize
     except ImportError:
         return None
-    return norm_quantize, swiglu_quantize
+    return norm_quantize, swiglu_quantize, norm_grad
 
 
 def fuses(x: Tensor, dtype: torch.dtype, *wants: Want | None) -> bool:

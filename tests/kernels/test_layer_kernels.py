@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megafp8.kernels import dequantize, rope
+from megafp8.kernels import dequantize, norm_grad, rope
 
 from megafp8.core.transformer.rope import _rotate
 from megafp8.fp8 import reference
@@ -43,6 +43,22 @@ def test_heads_are_split_rotated_and_joined(groups, n, d):
     torch.testing.assert_close(back, qkv, rtol=2**-6, atol=2**-6)  # rotations are undone
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_gradient(offset):
+    generator = torch.Generator().manual_seed(0)
+    x, dy, beside = (torch.randn(5, 304, generator=generator).bfloat16() for _ in range(3))
+    weight = torch.randn(304, generator=generator).bfloat16()
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    rstd = (exact[0].square().mean(1) + 1e-5).rsqrt()
+    grads = torch.autograd.grad(exact[0] * rstd[:, None] * (exact[1] + offset), exact, dy.double())
+    for other in (None, beside):
+        with testing.emulated_launches():
+            dx, dw = norm_grad.rms_norm_grad(dy, x, weight, rstd.float(), weight_offset=offset, beside=other)
+        expected = grads[0] if other is None else grads[0] + other.double()
+        torch.testing.assert_close(dx.double(), expected, rtol=2**-8, atol=1e-4)
+        torch.testing.assert_close(dw.double(), grads[1], rtol=2**-8, atol=1e-4)
+
+
 def test_compiled_for_hopper():
     """Memory is read and written 16 bytes at a time where sizes allow, and nothing spills."""
     spec = OperandSpec(E4M3, Tile("1d", 128), Scale.POW2)
@@ -52,7 +68,9 @@ def test_compiled_for_hopper():
         dequantize.dequantize(data, scale_inv, spec.tile, torch.bfloat16)
         q, k, v = rope.split_heads(qkv, cos, cos, 4)
         rope.join_heads(q, k, v, cos, cos)
-    assert len(launches) == 3
+        wide = torch.empty(64, 8192, dtype=torch.bfloat16)
+        norm_grad.rms_norm_grad(wide, wide, wide[0], torch.empty(64), beside=wide)
+    assert len(launches) == 4
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
         assert used.spills == 0

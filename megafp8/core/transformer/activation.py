@@ -98,8 +98,15 @@ class Activation:
         return self._make(self._source(kept, dtype), tensors, want, dtype)
 
     def gradient(
-        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+        self,
+        grad: Tensor,
+        kept: Tensors,
+        tensors: Tensors,
+        want: Want | None,
+        remake: Want | bool,
+        beside: Tensor | None = None,
     ) -> Gradients:
+        assert beside is None, "fc1's output goes nowhere else"
         x, again = self._source(kept, grad.dtype), remake if isinstance(remake, Want) else None
         if self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
             return self._fused_gradient(grad, x, tensors, want, remake)
@@ -115,7 +122,7 @@ class Activation:
 
     def _make(self, x: Tensor | Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
         if self._fused(x, dtype, want):
-            _, kernels = fused_kernels()
+            _, kernels, _ = fused_kernels()
             options = {"weights": tensors[0] if tensors else None, "dtype": dtype}
             if want is None:
                 return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True, **options).y
@@ -129,7 +136,7 @@ class Activation:
     def _fused_gradient(
         self, grad: Tensor, x: Tensor | Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
     ) -> Gradients:
-        _, kernels = fused_kernels()
+        _, kernels, _ = fused_kernels()
         again = remake if isinstance(remake, Want) else None
         options = {"weights": tensors[0] if tensors else None, "high_precision": want is None}
         if want is not None:

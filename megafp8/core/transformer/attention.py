@@ -12,7 +12,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
 from megafp8.core.transformer.norm import Norm, head_norm
-from megafp8.core.transformer.produce import linear_after
+from megafp8.core.transformer.produce import branch_after
 from megafp8.core.transformer.recompute import recomputed
 from megafp8.core.transformer.rope import apply_rotary, split_heads
 from megafp8.step import StepContext
@@ -59,11 +59,19 @@ class SelfAttention(nn.Module):
             build=build,
         )
 
-    def forward(
-        self, x: Tensor, sequences: Sequences, step: StepContext, norm: Norm | None = None, *, remake: bool = False
-    ) -> Tensor:
-        """x: [T, hidden], the norm's input where one is given; returns [T, hidden]. remake: as in `linear_after`."""
-        q, k, v = self._heads(linear_after(norm, self.qkv, x, step, remake=remake), sequences)
+    def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]."""
+        return self._attend(self.qkv(x, step), sequences, step)
+
+    def after(
+        self, norm: Norm, x: Tensor, sequences: Sequences, step: StepContext, *, remake: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`self(norm(x))`, and `x` for the sum that follows; see `branch_after`."""
+        qkv, x = branch_after(norm, self.qkv, x, step, remake=remake)
+        return self._attend(qkv, sequences, step), x
+
+    def _attend(self, qkv: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        q, k, v = self._heads(qkv, sequences)
         if self.recompute_core:
             out = recomputed(lambda q, k, v, step: self.core(q, k, v, sequences, step), step, q, k, v)
         else:

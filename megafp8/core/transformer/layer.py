@@ -42,23 +42,26 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
-        x = x + dropout(self._attention(x, sequences, step), self.dropout, step, self.places[0])
+        y, x = self._attention(x, sequences, step)
+        x = x + dropout(y, self.dropout, step, self.places[0])
         if self.recompute_mlp:
-            y = recomputed(lambda x, step: self._mlp(x, sequences, step), step, x)
+            y = recomputed(lambda x, step: self._mlp(x, sequences, step)[0], step, x)
         else:
-            y = self._mlp(x, sequences, step)
+            y, x = self._mlp(x, sequences, step)
         return x + dropout(y, self.dropout, step, self.places[1])
 
-    def _attention(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+    def _attention(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
+        """What attention adds to x, and x."""
         if isinstance(self.attention, SelfAttention):
-            return self.attention(x, sequences, step, self.input_norm, remake=self.remake_norms)
-        return _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms)
+            return self.attention.after(self.input_norm, x, sequences, step, remake=self.remake_norms)
+        return _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms), x
 
-    def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+    def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
+        """What the MLP adds to x, and x."""
         remake = self.remake_norms and not self.recompute_mlp
         if not self.has_experts:
-            return self.mlp(x, step, norm=self.mlp_norm, remake_norm=remake)
-        return _after(self.mlp_norm, x, lambda h: self.mlp(h, sequences, step), remake=remake)
+            return self.mlp.after(self.mlp_norm, x, step, remake=remake)
+        return _after(self.mlp_norm, x, lambda h: self.mlp(h, sequences, step), remake=remake), x
 
 
 def _after(norm: Norm, x: Tensor, part: Callable[[Tensor], Tensor], *, remake: bool) -> Tensor:

@@ -12,7 +12,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.activation import activation_of
 from megafp8.core.transformer.norm import Norm
-from megafp8.core.transformer.produce import linear_after
+from megafp8.core.transformer.produce import branch_after
 from megafp8.core.transformer.recompute import remade
 from megafp8.step import StepContext
 
@@ -54,20 +54,17 @@ class MLP(nn.Module):
             build=build,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        step: StepContext,
-        weights: Tensor | None = None,
-        norm: Norm | None = None,
-        *,
-        remake_norm: bool = False,
-    ) -> Tensor:
-        """x: [T, hidden], the norm's input where one is given; returns [T, hidden].
+    def forward(self, x: Tensor, step: StepContext, weights: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]. weights: FP32 [T], by which rows are multiplied before fc2."""
+        return self._rest(self.fc1(x, step), step, weights)
 
-        weights: FP32 [T], by which rows are multiplied before fc2. remake_norm: as in `linear_after`.
-        """
-        inner = linear_after(norm, self.fc1, x, step, remake=remake_norm)
+    def after(self, norm: Norm, x: Tensor, step: StepContext, *, remake: bool = False) -> tuple[Tensor, Tensor]:
+        """`self(norm(x))`, and `x` for the sum that follows; see `branch_after`."""
+        inner, x = branch_after(norm, self.fc1, x, step, remake=remake)
+        return self._rest(inner, step), x
+
+    def _rest(self, inner: Tensor, step: StepContext, weights: Tensor | None = None) -> Tensor:
+        """What follows fc1."""
         if self.fc2.takes_producer:
             tensors = () if weights is None else (weights,)
             return self.fc2(inner, step, producer=self.activation, tensors=tensors, grad_want=self.fc1.grad_want(step))

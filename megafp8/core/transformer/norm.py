@@ -81,7 +81,7 @@ class Norm(nn.Module):
         """x: [T, size]; tensors: the weight."""
         (weight,) = tensors
         if want is not None and fuses(x, x.dtype, want):
-            kernels, _ = fused_kernels()
+            kernels, _, _ = fused_kernels()
             options = {"rowwise": want.rowwise, "colwise": want.colwise, "weight_offset": float(self.zero_centered)}
             made = kernels.rms_norm_quantize(x, weight, want.spec, eps=self.eps, **options, **want.scaling)
             return want.store(made.rowwise, made.colwise), (x, made.rstd)
@@ -93,21 +93,29 @@ class Norm(nn.Module):
     def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
         (weight,), x = tensors, kept[0]
         if want is not None and not want.rowwise and fuses(x, x.dtype, want):
-            kernels, _ = fused_kernels()
+            kernels, _, _ = fused_kernels()
             options = {"weight_offset": float(self.zero_centered), "amax": want.amax, "scale": want.scale}
             return want.store(None, kernels.norm_columns_quantize(x, weight, kept[1], want.spec, **options))
         return _as_wanted(self._formula(x, weight), want)
 
     def gradient(
-        self, grad: Tensor, kept: Tensors, tensors: Tensors, want: Want | None, remake: Want | bool
+        self,
+        grad: Tensor,
+        kept: Tensors,
+        tensors: Tensors,
+        want: Want | None,
+        remake: Want | bool,
+        beside: Tensor | None = None,
     ) -> Gradients:
         (weight,), x = tensors, kept[0]
         value = self.remake(kept, tensors, remake if isinstance(remake, Want) else None, x.dtype) if remake else None
-        if x.is_cuda and not self.zero_centered:
-            backward = torch.ops.aten._fused_rms_norm_backward
-            dx, dw = backward(grad, x, weight.shape, kept[1].view(-1, 1), weight, [True, True])
+        if len(kept) == 2 and fuses(x, x.dtype) and x.shape[1] <= fused_kernels()[2].WIDEST:
+            grad, beside = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (grad, beside))
+            options = {"weight_offset": float(self.zero_centered), "beside": beside}
+            dx, dw = fused_kernels()[2].rms_norm_grad(grad, x, weight, kept[1], **options)
         else:
             dx, (dw,) = differentiate(self._formula, x, (weight,), grad)
+            dx = dx if beside is None else dx + beside
         return Gradients(_as_wanted(dx, want), (dw,), value)
 
 

@@ -1,4 +1,4 @@
-"""A norm, then the only linear that reads its output."""
+"""A norm, then the only linear that reads its output; and the residual stream that goes on beside them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def linear_after(norm: Norm | None, linear: Linear, x: Tensor, step: StepContext
     h = norm(x)
     with remade(h, lambda: norm.compute(x)) if remake else nullcontext():
         return linear(h, step)
+
+
+def branch_after(
+    norm: Norm, linear: Linear, x: Tensor, step: StepContext, *, remake: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`linear_after`, and `x` for the sum that follows: taken from here, its gradient is added inside the norm's."""
+    if norm.produces and linear.takes_producer:
+        return linear(x, step, producer=norm, tensors=(norm.weight,), passes_on=True)
+    return linear_after(norm, linear, x, step, remake=remake), x

@@ -1,0 +1,68 @@
+"""RMSNorm's gradient in one pass over its inputs; the gradient that reaches x on another way is added on the fly.
+
+    y = x * rstd * (w + offset)
+    dx = rstd * (dy * w - x * rstd * mean(dy * w * x * rstd)) + beside        dw = sum over rows of dy * x * rstd
+
+FP32 inside, dx rounded once. Each program sums dw over its rows; a second kernel adds these sums in one order, so that
+the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .quantize_configs import multiprocessors
+
+_PROGRAMS = 4
+"""Programs a multiprocessor."""
+WIDEST = 16384
+"""Widest row that fits into a program's registers."""
+
+
+@triton.jit
+def norm_grad_kernel(dy, x, weight, rstd, beside, dx, dw, T, stride_dy, stride_x, stride_beside, H: tl.constexpr,
+                     WEIGHT_OFFSET: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    cols = tl.arange(0, BLOCK)
+    mask = cols < H
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32) + WEIGHT_OFFSET
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), T, tl.num_programs(0)):
+        t = row.to(tl.int64)
+        r = tl.load(rstd + t)
+        normal = tl.load(x + t * stride_x + cols, mask=mask, other=0.0).to(tl.float32) * r
+        grad = tl.load(dy + t * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+        total += grad * normal
+        grad *= w
+        mean = tl.sum(grad * normal, 0) / H
+        out = (grad - normal * mean) * r
+        if beside is not None:
+            out += tl.load(beside + t * stride_beside + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + t * H + cols, out.to(dx.dtype.element_ty), mask=mask)
+    tl.store(dw + tl.program_id(0).to(tl.int64) * H + cols, total, mask=mask)
+
+
+def rms_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, weight_offset: float = 0.0, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx [T, h] in x's dtype, dw [h] in the weight's) of RMSNorm.
+
+    dy, x, beside: [T, h], contiguous rows. rstd: FP32 [T], from forward. beside: added to dx before it is rounded.
+    Raises ValueError for rows wider than 16384.
+    """
+    T, H = x.shape
+    if H > WIDEST:
+        raise ValueError(f"rms_norm_grad: rows of {H} elements; at most {WIDEST}")
+    dx = torch.empty(T, H, dtype=x.dtype, device=x.device)
+    if not T:
+        return dx, torch.zeros_like(weight)
+    programs = min(T, _PROGRAMS * multiprocessors(x.device))
+    partial = torch.empty(programs, H, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(H)
+    norm_grad_kernel[(programs,)](
+        dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0),
+        beside.stride(0) if beside is not None else 0, H=H, WEIGHT_OFFSET=weight_offset, BLOCK=block,
+        num_warps=max(1, min(16, block // 512)))  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
