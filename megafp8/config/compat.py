@@ -180,7 +180,6 @@ NOT_YET = (
 )
 
 NOT_YET_FIELDS = (
-    NotYetField("fp8_gemm_backend", "Triton GEMMs", harmless=("auto", "cublaslt", "reference")),
     NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
 )
 

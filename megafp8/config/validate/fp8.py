@@ -102,6 +102,8 @@ def fp8_modules(c: Config) -> str | None:
 def fp8_backend(c: Config) -> str | None:
     if c.train.device == "cpu" and c.fp8.fp8_gemm_backend in ("triton", "cublaslt"):
         return f"--fp8-gemm-backend {c.fp8.fp8_gemm_backend} needs a GPU, not --device cpu; use auto or reference"
+    if c.fp8.fp8_gemm_backend == "triton" and c.fp8.fp8_recipe == "mxfp8":
+        return "--fp8-gemm-backend triton has no GEMM for --fp8-recipe mxfp8; use auto"
     if c.fp8.fp8_param_gather and not c.optimizer.use_distributed_optimizer:
         return "--fp8-param-gather needs --use-distributed-optimizer; add it"
     return None
