@@ -17,6 +17,8 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .adamw_device import chunk_layout, round_to, step_chunks
+from .adamw_tiles import adamw_tiles_kernel
+from .quantize import Spec
 from .quantize_device import cast_fp8, nonfinite_to_nan
 
 CHUNK = gl.constexpr(64)
@@ -26,8 +28,9 @@ class PieceRow(NamedTuple):
     """A piece of a parameter; places and sizes in chunks of 64 elements, gaps of alignment rounded up.
 
     local: in the rank's state. start: in the buffer. chunks: how many. index: where it begins in the parameter.
-    group: row of the rates. key: of its random bits. amax: where the weight's amaxes begin in the packed buffer, and
-    columns: chunks a row of the weight (FP8 primary weights; else 0).
+    group: row of the rates. key: of its random bits. Of FP8 primary weights: amax: where the weight's amaxes begin in
+    the packed buffer; columns: chunks a row of the weight; rows: of the weight; column_amax: where the amaxes of its
+    B x 1 tiles begin.
     """
 
     local: int
@@ -38,6 +41,8 @@ class PieceRow(NamedTuple):
     key: int = 0
     amax: int = 0
     columns: int = 1
+    rows: int = 0
+    column_amax: int = 0
 
 
 FIELDS = gl.constexpr(len(PieceRow._fields))
@@ -45,19 +50,23 @@ LOCAL, START, CHUNKS, INDEX, GROUP, KEY, AMAX, COLUMNS = (gl.constexpr(i) for i 
 
 
 class Launch(NamedTuple):
-    """rows: chunks a program. num_warps: of a program. policy: eviction of what is read and written once."""
+    """rows: chunks a program, or rows a strip. num_warps: of a program. maxnreg: register cap a thread, 0 for none.
 
-    rows: int = 32
+    Measured on an H200, see docs/optimizer.md.
+    """
+
+    rows: int = 16
     num_warps: int = 4
-    policy: str = ""
+    maxnreg: int = 0
 
 
 DEFAULT = Launch()
+TILES, TALL_TILES = Launch(16, 8), Launch(16, 16)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a launch's programs do. pieces: int32 [pieces, 8]; tasks: int32 [programs, 2], a piece and a chunk in it."""
+    """What a launch's programs do. pieces: int32 [pieces, 10]; tasks: int32 [programs, 2], a piece, a chunk in it."""
 
     pieces: Tensor
     tasks: Tensor
@@ -65,14 +74,32 @@ class Tables:
 
     @staticmethod
     def of(rows: Iterable[PieceRow], device: torch.device, launch: Launch = DEFAULT) -> Tables:
-        rows = list(rows)
-        keys = [row._replace(key=row.key - (row.key >> 31 << 32)) for row in rows]  # as int32
-        pieces = torch.tensor(keys, dtype=torch.int32).view(-1, len(PieceRow._fields))
-        counts = -(-pieces[:, CHUNKS.value] // launch.rows)
-        piece = torch.repeat_interleave(torch.arange(len(rows)), counts)
+        pieces = _as_tensor(rows)
+        return Tables.dealt(pieces, -(-pieces[:, CHUNKS.value] // launch.rows), launch.rows, device, launch)
+
+    @staticmethod
+    def of_tiles(
+        rows: Iterable[PieceRow], spec: Spec, device: torch.device, launch: Launch | None = None
+    ) -> Tables:
+        """For `adamw_tiles`: tasks are pairs of a piece and a number of `tile.block` rows x 128 columns in it."""
+        pieces = _as_tensor(rows)
+        columns = pieces[:, COLUMNS.value]
+        height = pieces[:, CHUNKS.value] // columns
+        launch = launch or (TALL_TILES if spec.tile.block > 32 else TILES)
+        return Tables.dealt(pieces, -(-height // spec.tile.block) * -(-columns // 2), 1, device, launch)
+
+    @staticmethod
+    def dealt(pieces: Tensor, counts: Tensor, step: int, device: torch.device, launch: Launch) -> Tables:
+        """counts: programs of each piece; their second number counts up by `step`."""
+        piece = torch.repeat_interleave(torch.arange(len(pieces)), counts)
         first = torch.cumsum(counts, 0) - counts
-        chunk = (torch.arange(len(piece)) - first[piece]) * launch.rows
-        return Tables(pieces.to(device), torch.stack([piece, chunk], 1).int().contiguous().to(device), launch)
+        number = (torch.arange(len(piece)) - first[piece]) * step
+        return Tables(pieces.to(device), torch.stack([piece, number], 1).int().contiguous().to(device), launch)
+
+
+def _as_tensor(rows: Iterable[PieceRow]) -> Tensor:
+    signed = [row._replace(key=row.key - (row.key >> 31 << 32)) for row in rows]  # 32 bits as int32
+    return torch.tensor(signed, dtype=torch.int32).view(-1, len(PieceRow._fields))
 
 
 Moment = tuple[Tensor, Tensor | None, Tensor | None]
@@ -121,7 +148,7 @@ def adamw(
     adamw_kernel[(len(tables.tasks),)](
         master, weight, *exp_avg, *exp_avg_sq, decoding, grad, amax, scalars.grad_scale, scalars.correction2,
         scalars.step, scalars.skip, scalars.rates, tables.pieces, tables.tasks, 1 - beta1, 1 - beta2, eps,
-        REMAINDER=master.dtype == torch.int16, POLICY=launch.policy, B=block, ROUND=_DTYPES[dtype], R=launch.rows, W=launch.num_warps,
+        REMAINDER=master.dtype == torch.int16, B=block, ROUND=_DTYPES[dtype], R=launch.rows, W=launch.num_warps,
         num_warps=launch.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -139,13 +166,57 @@ def cast(tables: Tables, master: Tensor, data: Tensor, multipliers: Tensor, *, f
     )  # fmt: skip
 
 
+def adamw_tiles(
+    tables: Tables,
+    master: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    grad: Tensor,
+    scalars: Scalars,
+    data: dict[str, Tensor],
+    amax: Tensor,
+    spec: Spec,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decoding: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """`adamw` and `cast` of FP8 primary weights where whole tiles are local, as `spec` says: 2D, or 1D of 16 or 32.
+
+    Args:
+        tables: of `Tables.of_tiles`.
+        data: "rowwise", and under 1D tiles "colwise": FP8 bytes [N, K] (uint8, the whole buffer).
+        amax: FP32, receives the amaxes of all these tiles.
+        Others: see `adamw`.
+
+    """
+    launch, tile = tables.launch, spec.tile
+    options = {"maxnreg": launch.maxnreg} if launch.maxnreg else {}
+    adamw_tiles_kernel[(len(tables.tasks),)](
+        master, *exp_avg, *exp_avg_sq, decoding, grad, amax, data["rowwise"], data.get("colwise"), scalars.grad_scale,
+        scalars.correction2, scalars.step, scalars.skip, scalars.rates, tables.pieces, tables.tasks, 1 - beta1,
+        1 - beta2, eps, spec.amax_epsilon, FMAX=spec.format.fmax, SCALE=_SCALES[spec.scale.value], B=tile.block,
+        TWO_D=tile.kind == "2d", ROUND=_DTYPES[dtype], SR=min(launch.rows, tile.block), W=launch.num_warps,
+        num_warps=launch.num_warps, enable_fp_fusion=False, **options,
+    )  # fmt: skip
+
+
+def knows_tiles(spec: Spec) -> bool:
+    """Whether `adamw_tiles` does."""
+    tile = spec.tile
+    return (tile.kind == "2d" and tile.block in (16, 32, 64, 128)) or (tile.kind == "1d" and tile.block in (16, 32))
+
+
+_SCALES = {"fp32": 0, "pow2": 1, "e8m0": 2}
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 @jit
 def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                  grad_ptr, packed_ptr, grad_scale_ptr, correction2_ptr, step_ptr, skip_ptr, rates_ptr, pieces_ptr,
-                 tasks_ptr, rest1, rest2, eps, REMAINDER: gl.constexpr, POLICY: gl.constexpr, B: gl.constexpr,
+                 tasks_ptr, rest1, rest2, eps, REMAINDER: gl.constexpr, B: gl.constexpr,
                  ROUND: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
     """B: edge of the FP8 tiles whose amaxes are taken of the new weights, rounded to ROUND (0: whole tensors).
 
@@ -168,7 +239,7 @@ def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v
     p = step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                     grad_ptr, local, start, index, live, skip,
                     gl.load(piece + KEY), gl.load(step_ptr), gl.load(grad_scale_ptr), gl.load(rates),
-                    gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, POLICY, L)
+                    gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, L)
     if packed_ptr is not None:
         amax_of_chunks(packed_ptr + gl.load(piece + AMAX), p, index, live, gl.load(piece + COLUMNS), B, ROUND, R)
 
@@ -196,7 +267,10 @@ def amax_of_chunks(out_ptr, p, index, live, columns, B: gl.constexpr, ROUND: gl.
         gl.atomic_max(out, amax.to(gl.int32, bitcast=True), sem="relaxed")
     elif B >= 64:
         amax = gl.maximum(gl.max(size, axis=1), 0.0).to(gl.int32, bitcast=True)
-        gl.atomic_max(out + tile_of(index, columns, B), amax, mask=live, sem="relaxed")
+        ptrs = out + tile_of(index, columns, B)
+        # Many chunks share a tile: most needn't wait for their turn to raise what is high enough already.
+        raises = live & (amax > gl.load(ptrs, mask=live, other=0, volatile=True))
+        gl.atomic_max(ptrs, amax, mask=raises, sem="relaxed")
     else:
         amax = gl.max(gl.reshape(size, (R, 64 // B, B)), axis=2)
         amax = gl.maximum(amax, 0.0).to(gl.int32, bitcast=True)

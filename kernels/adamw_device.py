@@ -14,6 +14,7 @@ from .quantize_device import cast_fp8
 
 CHUNK = gl.constexpr(64)
 TABLE_ROWS = gl.constexpr(128)  # magnitudes of E4M3 an expansion has in the table
+SMALLEST_AMAX = gl.constexpr(1.1754943508222875e-38)  # 2^-126: smaller blocks are zero
 FLIP = gl.constexpr(0.0146484375)  # what rounds to at least 2^-6, E4M3's smallest normal number
 
 
@@ -42,81 +43,87 @@ def random_words(index, key, step):
 
 @jit
 def update(p, m, v, g, grad_scale, step_size, decay, correction2, rest1, rest2, eps):
-    """AdamW: new (p, m, v). rest1, rest2: 1 - beta."""
+    """AdamW: new (p, m, v, root of v). rest1, rest2: 1 - beta."""
     g = g * grad_scale
     m = (g - m) * rest1 + m
     v = (g * g - v) * rest2 + v
-    change = gl.div_rn(m * step_size, gl.sqrt_rn(v) * correction2 + eps)
+    root = gl.sqrt_rn(v)
+    change = gl.div_rn(m * step_size, root * correction2 + eps)
     change = gl.where(decay == 0.0, change, change + p * decay)
-    return p - change, m, v
+    return p - change, m, v, root
 
 
 @jit
-def load_moment(ptr, amax_ptr, code_ptr, table_ptr, offsets, chunks, live, POLICY: gl.constexpr):
-    """FP32 moments [R, 64]. chunks [R]: their numbers in the rank's state."""
+def load_moment(ptr, amax_ptr, code_ptr, table_ptr, offsets, chunks, live, ROOT: gl.constexpr):
+    """FP32 moments [R, 64]. chunks [R]: their numbers in the rank's state. ROOT: FP8 holds their roots."""
     mask = gl.expand_dims(live, 1)
-    x = gl.load(ptr + offsets, mask=mask, other=0.0 if amax_ptr is None else 0, eviction_policy=POLICY)
+    x = gl.load(ptr + offsets, mask=mask, other=0.0 if amax_ptr is None else 0)
     if amax_ptr is not None:
         amax = gl.load(amax_ptr + chunks, mask=live, other=0.0)
         code = gl.load(code_ptr + chunks, mask=live, other=0).to(gl.int32)
         byte = x.to(gl.int32)
         magnitude = gl.load(table_ptr + (gl.expand_dims(code * TABLE_ROWS, 1) + (byte & 127)))
         magnitude = magnitude * gl.expand_dims(amax, 1)
-        y = gl.where(byte >= 128, -magnitude, magnitude)
+        if ROOT:
+            y = magnitude * magnitude
+        else:
+            y = gl.where(byte >= 128, -magnitude, magnitude)
     else:
         y = x.to(gl.float32)
     return y
 
 
 @jit
-def store_moment(ptr, amax_ptr, code_ptr, x, random, offsets, chunks, live, POLICY: gl.constexpr):
-    """random: uint32 [R, 64] below 2^16; FP32 moments need none."""
+def store_moment(ptr, amax_ptr, code_ptr, x, root, random, offsets, chunks, live, ROOT: gl.constexpr):
+    """root: of x, which FP8 holds with ROOT. random: uint32 [R, 64] below 2^16; FP32 moments need none."""
     mask = gl.expand_dims(live, 1)
     if amax_ptr is not None:
-        byte, amax, code = encode_fp8(x, random)
-        gl.store(ptr + offsets, byte, mask=mask, eviction_policy=POLICY)
+        byte, amax, code = encode_fp8(root if ROOT else x, random, ROOT)
+        gl.store(ptr + offsets, byte, mask=mask)
         gl.store(amax_ptr + chunks, amax, mask=live)
         gl.store(code_ptr + chunks, code.to(gl.uint8), mask=live)
     elif ptr.dtype.element_ty == gl.bfloat16:
         bits = (x.to(gl.uint32, bitcast=True) + random) >> 16
-        gl.store(ptr + offsets, bits.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask, eviction_policy=POLICY)
+        gl.store(ptr + offsets, bits.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask)
     else:
-        gl.store(ptr + offsets, x, mask=mask, eviction_policy=POLICY)
+        gl.store(ptr + offsets, x, mask=mask)
 
 
 @jit
-def encode_fp8(x, random):
-    """(bytes [R, 64], amaxes [R], codes [R]) of dynamic range expansion, rounded stochastically."""
+def encode_fp8(x, random, KEEP: gl.constexpr):
+    """(bytes [R, 64], amaxes [R], codes [R]) of dynamic range expansion, rounded stochastically.
+
+    KEEP: nothing but 0 becomes 0.
+    """
     size = gl.abs(x)
     amax = gl.max(size, axis=1)
-    smallest = gl.min(gl.where(size == 0.0, float("inf"), size), axis=1)
-    r1 = gl.div_rn(smallest, amax)
+    amax = gl.where(amax < SMALLEST_AMAX, 0.0, amax)
+    inverse = gl.div_rn(amax * 0.0 + 1.0, gl.maximum(amax, SMALLEST_AMAX))
+    r1 = gl.min(gl.where(size == 0.0, float("inf"), size), axis=1) * inverse
     r2 = r1 * r1
     r4 = r2 * r2
-    code = gl.where(r1 * 448.0 >= FLIP, 3, gl.where(gl.sqrt_rn(r1) * 448.0 >= FLIP, 4, 5))
-    code = gl.where(r2 * 448.0 >= FLIP, 2, code)
-    code = gl.where(r4 * 448.0 >= FLIP, 1, code)
-    code = gl.where((r4 * r4) * 448.0 >= FLIP, 0, code)
-    y1 = gl.div_rn(size, gl.expand_dims(amax, 1))
-    y2 = y1 * y1
-    y4 = y2 * y2
-    half = gl.sqrt_rn(y1)
+    code = gl.where((r4 * r4) * 448.0 >= FLIP, 0, gl.where(r4 * 448.0 >= FLIP, 1, gl.where(r2 * 448.0 >= FLIP, 2, 3)))
     which = gl.expand_dims(code, 1)
-    y = gl.where(which == 0, y4 * y4, gl.where(which == 1, y4, gl.where(which == 2, y2, y1)))
-    y = gl.where(which == 4, half, gl.where(which == 5, gl.sqrt_rn(half), y)) * 448.0
+    whole = gl.expand_dims(amax, 1)
+    y = gl.where(size == whole, 1.0, size * gl.expand_dims(inverse, 1))
+    y = gl.where(which < 3, y * y, y)
+    y = gl.where(which < 2, y * y, y)
+    y = gl.where(which < 1, y * y, y) * 448.0
     # Below 2^-6 E4M3 is a grid of 2^-9, as FP32 with 3 bits is from 2^-6 on.
     shift = gl.where(y < 0.015625, 0.015625, 0.0)
     bits = (y + shift).to(gl.uint32, bitcast=True) + random * 16
     y = (bits & 0xFFF00000).to(gl.float32, bitcast=True) - shift
-    y = gl.where(size == 0.0, 0.0, gl.maximum(y, 0.001953125))
-    return cast_fp8(gl.where(x < 0.0, -y, y), 448.0), amax, code
+    if KEEP:
+        y = gl.maximum(y, 0.001953125)
+    y = gl.where((size == 0.0) | (whole == 0.0), 0.0, y)
+    return cast_fp8(gl.where(x < 0.0, 0.0 - y, y), 448.0), amax, code  # zeros are positive
 
 
 @jit
-def load_master(master_ptr, weight_ptr, offsets, weight_offsets, live, REMAINDER: gl.constexpr, POLICY: gl.constexpr):
+def load_master(master_ptr, weight_ptr, offsets, weight_offsets, live, REMAINDER: gl.constexpr):
     """FP32 masters; with REMAINDER their upper halves are the BF16 weights, see `split_master`."""
     mask = gl.expand_dims(live, 1)
-    low = gl.load(master_ptr + offsets, mask=mask, other=0.0 if not REMAINDER else 0, eviction_policy=POLICY)
+    low = gl.load(master_ptr + offsets, mask=mask, other=0.0 if not REMAINDER else 0)
     if REMAINDER:
         high = gl.load(weight_ptr + weight_offsets, mask=mask, other=0.0).to(gl.int16, bitcast=True).to(gl.int32)
         p = ((high << 16) + low.to(gl.int32)).to(gl.float32, bitcast=True)
@@ -137,8 +144,7 @@ def round_to(p, dtype: gl.constexpr):
 
 
 @jit
-def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAINDER: gl.constexpr,
-                 POLICY: gl.constexpr):
+def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAINDER: gl.constexpr):
     """The masters, and the weights rounded from them (half up with REMAINDER, else half to even), if there are any."""
     mask = gl.expand_dims(live, 1)
     if REMAINDER:
@@ -147,7 +153,7 @@ def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAI
         gl.store(master_ptr + offsets, bits.to(gl.uint16).to(gl.int16, bitcast=True), mask=mask)
         gl.store(weight_ptr + weight_offsets, high.to(gl.uint16).to(gl.bfloat16, bitcast=True), mask=mask)
     else:
-        gl.store(master_ptr + offsets, p, mask=mask, eviction_policy=POLICY)
+        gl.store(master_ptr + offsets, p, mask=mask)
         if weight_ptr is not None:
             gl.store(weight_ptr + weight_offsets, round_to(p, weight_ptr.dtype.element_ty), mask=mask)
 
@@ -155,7 +161,7 @@ def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAI
 @jit
 def step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                 grad_ptr, chunks, buffer_chunks, index_chunks, live, skip, key, step, grad_scale, step_size, decay,
-                correction2, rest1, rest2, eps, REMAINDER: gl.constexpr, POLICY: gl.constexpr, L: gl.constexpr):
+                correction2, rest1, rest2, eps, REMAINDER: gl.constexpr, L: gl.constexpr):
     """One update of chunks [R], numbered in the rank's state, in the buffer and in the parameter. Returns masters.
 
     With `skip` nothing is written.
@@ -163,14 +169,14 @@ def step_chunks(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_
     columns = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
     offsets = gl.expand_dims(chunks, 1).to(gl.int64) * CHUNK + columns
     buffer_offsets = gl.expand_dims(buffer_chunks, 1).to(gl.int64) * CHUNK + columns
-    old = load_master(master_ptr, weight_ptr, offsets, buffer_offsets, live, REMAINDER, POLICY)
-    m = load_moment(m_ptr, m_amax_ptr, m_code_ptr, table_ptr, offsets, chunks, live, POLICY)
-    v = load_moment(v_ptr, v_amax_ptr, v_code_ptr, table_ptr, offsets, chunks, live, POLICY)
-    g = gl.load(grad_ptr + buffer_offsets, mask=gl.expand_dims(live, 1), other=0.0, eviction_policy=POLICY)
-    p, m, v = update(old, m, v, g, grad_scale, step_size, decay, correction2, rest1, rest2, eps)
+    old = load_master(master_ptr, weight_ptr, offsets, buffer_offsets, live, REMAINDER)
+    m = load_moment(m_ptr, m_amax_ptr, m_code_ptr, table_ptr, offsets, chunks, live, False)
+    v = load_moment(v_ptr, v_amax_ptr, v_code_ptr, table_ptr, offsets, chunks, live, True)
+    g = gl.load(grad_ptr + buffer_offsets, mask=gl.expand_dims(live, 1), other=0.0)
+    p, m, v, root = update(old, m, v, g, grad_scale, step_size, decay, correction2, rest1, rest2, eps)
     live = live & (skip == 0)
-    store_master(master_ptr, weight_ptr, p, offsets, buffer_offsets, live, REMAINDER, POLICY)
+    store_master(master_ptr, weight_ptr, p, offsets, buffer_offsets, live, REMAINDER)
     words = random_words(gl.expand_dims(index_chunks, 1) * CHUNK + columns, key, step)  # unused under FP32
-    store_moment(m_ptr, m_amax_ptr, m_code_ptr, m, words & 0xFFFF, offsets, chunks, live, POLICY)
-    store_moment(v_ptr, v_amax_ptr, v_code_ptr, v, words >> 16, offsets, chunks, live, POLICY)
+    store_moment(m_ptr, m_amax_ptr, m_code_ptr, m, m, words & 0xFFFF, offsets, chunks, live, False)
+    store_moment(v_ptr, v_amax_ptr, v_code_ptr, v, root, words >> 16, offsets, chunks, live, True)
     return gl.where(skip, old, p)

@@ -20,7 +20,7 @@ from .adamw_device import CHUNK, chunk_layout
 from .quantize_configs import multiprocessors
 
 ROWS, WARPS, PROGRAMS_A_MULTIPROCESSOR = 32, 4, 6
-GRIDS = 4
+GRIDS, GRID_PROGRAMS = 4, 4
 
 
 class Squares(NamedTuple):
@@ -127,7 +127,7 @@ def squares(x: Tensor, mask: Tensor | None, *, count_nonzero: bool = False) -> S
 
 def grids(sums: Tensor, shifts: Tensor) -> Tensor:
     """FP64 sums [4] of the parts of `sums` on each grid. shifts: FP64 [4], adding and taking one away rounds to it."""
-    programs = max(1, min(-(-sums.numel() // 1024), 2 * multiprocessors(sums.device)))
+    programs = max(1, min(-(-sums.numel() // 1024), GRID_PROGRAMS * multiprocessors(sums.device)))
     out = torch.empty(programs, GRIDS, dtype=torch.float64, device=sums.device)
     grids_kernel[(programs,)](sums, shifts, out, sums.numel(), N=1024, W=4, num_warps=4, enable_fp_fusion=False)
     return out.sum(0)

@@ -4,11 +4,11 @@ BF16 moments round stochastically: to a neighbour with a probability that makes 
 far below BF16's resolution are not lost. The random bits are a function of seed, step, the parameter's global name and
 box, and the element in it, so they depend neither on the number of data-parallel ranks nor on what ran before.
 
-FP8 moments: 64 elements share an amax `a` and an expansion `k`, one of 8, 4, 2, 1, 1/2, 1/4, and are stored as E4M3
-bytes of `448 (|x| / a)^k`, rounded stochastically, with their sign. That is the dynamic range expansion of COAT (Xi et
-al., 2024, section 4.2) with powers of two as exponents, so that only products and square roots are needed, which round
-alike on every device. `k` is the largest for which the block's smallest element is at least 2^-6, E4M3's smallest
-normal number; no element but 0 becomes 0, so that a second moment never vanishes under its root.
+FP8 moments: 64 elements share an amax `a` and an expansion `k`, one of 8, 4, 2, 1, and are stored as E4M3 bytes of
+`448 (|x| / a)^k`, rounded stochastically, with their sign. That is the dynamic range expansion of COAT (Xi et al.,
+2024, section 4.2) with powers of two as exponents, so that only products are needed, which round alike on every device.
+`k` is the largest for which the block's smallest element is at least 2^-6, E4M3's smallest normal number. Of the second
+moment the root is stored, which halves its range in bits, and no root but 0 becomes 0: it would divide by eps alone.
 
 Masters may be the BF16 weight and 16 bits: `bits(master) = (weight << 16) + remainder`, the remainder signed. So the
 weight is the master rounded half up (away from zero), where FP32 masters round half to even.
@@ -26,8 +26,10 @@ from megafp8.optimizer.adamw import sqrt_rn
 
 BLOCK = 64
 """Elements of an FP8 block: neither a parameter nor a shard begins inside one (`layout.ALIGNMENT`)."""
-EXPANSIONS = (8, 4, 2, 1, 0.5, 0.25)
+EXPANSIONS = (8, 4, 2, 1)
 """Exponents, by code."""
+SMALLEST_AMAX = 2.0**-126
+"""Blocks below are stored as zero, so that `1 / amax` is finite."""
 FMAX, SMALLEST_NORMAL, SMALLEST = 448.0, 2.0**-6, 2.0**-9
 _ROUNDS_TO_NORMAL = SMALLEST_NORMAL - SMALLEST / 2
 _MASK32 = 0xFFFFFFFF
@@ -75,32 +77,28 @@ def _expanded(ratio: Tensor, code: int) -> Tensor:
     """`448 ratio^k`, every operation rounded once."""
     for _ in range(3 - code):
         ratio = ratio * ratio
-    for _ in range(code - 3):
-        ratio = sqrt_rn(ratio)
     return ratio * FMAX
 
 
-def choose_codes(amax: Tensor, smallest: Tensor) -> Tensor:
-    """uint8 codes of blocks, from their amaxes and their smallest magnitudes but 0 (FP32; Inf of a zero block)."""
-    ratio = torch.div(smallest, amax)
-    code = torch.full_like(amax, len(EXPANSIONS) - 1, dtype=torch.uint8)
-    for candidate in range(len(EXPANSIONS) - 2, -1, -1):
-        code[_expanded(ratio, candidate) >= _ROUNDS_TO_NORMAL] = candidate
-    return code
-
-
-def encode_fp8(x: Tensor, random: Tensor | None, code: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode_fp8(
+    x: Tensor, random: Tensor | None, *, keep: bool, code: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """FP32 `x`, flat, in blocks -> (bytes as uint8, amaxes FP32 [blocks], codes uint8 [blocks]).
 
-    random: 16 bits (int64) an element; None rounds to nearest. code: instead of the rule's.
+    random: 16 bits (int64) an element; None rounds to nearest. keep: nothing but 0 becomes 0. code: instead of the
+    rule's.
     """
     x = x.view(-1, BLOCK)
     size = x.abs()
     amax = size.amax(1)
+    amax = torch.where(amax < SMALLEST_AMAX, 0.0, amax)
+    inverse = torch.div(torch.ones_like(amax), amax.clamp(min=SMALLEST_AMAX))
     if code is None:
-        smallest = torch.where(size == 0, torch.inf, size).amin(1)
-        code = choose_codes(amax, smallest)
-    ratio = torch.div(size, amax[:, None])
+        smallest = torch.where(size == 0, torch.inf, size).amin(1) * inverse
+        code = torch.full_like(amax, len(EXPANSIONS) - 1, dtype=torch.uint8)
+        for candidate in range(len(EXPANSIONS) - 2, -1, -1):
+            code[_expanded(smallest, candidate) >= _ROUNDS_TO_NORMAL] = candidate
+    ratio = torch.where(size == amax[:, None], 1.0, size * inverse[:, None])
     y = torch.empty_like(ratio)
     for candidate in range(len(EXPANSIONS)):
         y = torch.where((code == candidate)[:, None], _expanded(ratio, candidate), y)
@@ -108,8 +106,9 @@ def encode_fp8(x: Tensor, random: Tensor | None, code: Tensor | None = None) -> 
     noise = 1 << 19 if random is None else (random.view(-1, BLOCK) * 16).int()
     bits = (y + shift).view(torch.int32) + noise
     y = (bits & -0x100000).view(torch.float32) - shift
-    y = torch.where(size == 0, 0.0, y.clamp(min=SMALLEST))
-    stored = torch.where(x < 0, -y, y).clamp(-FMAX, FMAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    y = y.clamp(min=SMALLEST) if keep else y
+    y = torch.where((size == 0) | (amax == 0)[:, None], 0.0, y)
+    stored = torch.where(x < 0, 0.0 - y, y).clamp(-FMAX, FMAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return stored.view(-1), amax, code
 
 
@@ -122,8 +121,6 @@ def _decoding_table() -> Tensor:
         row = ratio
         for _ in range(3 - code):
             row = sqrt_rn(row)
-        for _ in range(code - 3):
-            row = row * row
         rows.append(row)
     return torch.stack(rows)
 
@@ -140,14 +137,14 @@ def decode_fp8(stored: Tensor, amax: Tensor, code: Tensor, table: Tensor) -> Ten
     return torch.where(byte >= 128, -magnitude, magnitude).view(-1)
 
 
-def restore_fp8(x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def restore_fp8(x: Tensor, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Encodes values that were decoded before, in the same blocks, so that they decode to the same bits.
 
     A block that no expansion holds exactly (from other blocks, or from FP32) is encoded by the rule, to nearest.
     """
-    stored, amax, code = encode_fp8(x, None)
+    stored, amax, code = encode_fp8(x, None, keep=keep)
     for candidate in range(len(EXPANSIONS)):
-        trial = encode_fp8(x, None, torch.full_like(code, candidate))
+        trial = encode_fp8(x, None, keep=keep, code=torch.full_like(code, candidate))
         same = (decode_fp8(*trial, table) == x).view(-1, BLOCK).all(1)
         code = torch.where(same, trial[2], code)
         stored = torch.where(same[:, None], trial[0].view(-1, BLOCK), stored.view(-1, BLOCK)).view(-1)

@@ -144,8 +144,8 @@ class Optimizer:
         rest = (self.shards, shapes, self._device)
         return (
             Masters([p.master for p in precisions], *rest),
-            Moments([p.exp_avg for p in precisions], *rest),
-            Moments([p.exp_avg_sq for p in precisions], *rest),
+            Moments([p.exp_avg for p in precisions], *rest, root=False),
+            Moments([p.exp_avg_sq for p in precisions], *rest, root=True),
         )
 
     def _seed_masters(self, seed: int) -> None:

@@ -11,8 +11,7 @@ every rank makes them from the same amaxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -111,37 +110,54 @@ class FlatPrimary:
         for name in self._copies:
             torch.autograd.graph.increment_version(self.weights[name].param)
 
-    def use_kernels(self, kernels: ModuleType, tables: object) -> None:
-        """From now on bytes are written, and amaxes may be taken, by GPU kernels, where they know the tiles."""
-        tile = self.quantizer.spec.tile
-        whole = all(self._shape(name)[1] % ALIGNMENT == 0 for name in self.weights)
-        if tile.kind == "tensor" or (tile.kind == "2d" and tile.block in (16, 32, 64, 128) and whole):
-            self._kernels, self._tables = kernels, tables
-
     def tiles(self, name: str) -> dict[str, int]:
-        """Where a weight's amaxes begin in a packed buffer, and its columns in chunks of 64."""
-        return {"amax": self._places[name, "rowwise"][0], "columns": max(1, self._shape(name)[1] // ALIGNMENT)}
+        """Where a weight's amaxes begin in a packed buffer; its rows, and its columns in chunks of 64."""
+        rows, columns = self._shape(name)
+        found = {"amax": self._places[name, "rowwise"][0], "columns": max(1, columns // ALIGNMENT), "rows": rows}
+        return found | ({"column_amax": self._places[name, "colwise"][0]} if "colwise" in self.flats else {})
 
-    def amaxes_in_kernel(self) -> dict[str, object]:
-        """Arguments of the update's kernel that let it take amaxes, if it can; then call `finish` with them."""
-        if self._kernels is None:
-            return {}
-        return {"amax": self._new_amaxes(), "block": self.quantizer.spec.tile.block, "dtype": self.dtype}
+    @property
+    def in_chunks(self) -> bool:
+        """Whether every weight has whole chunks of 64 a row, as kernels want."""
+        return all(self._shape(name)[1] % ALIGNMENT == 0 for name in self.weights)
+
+    def whole_tiles(self) -> tuple[list[Piece], list[Piece]]:
+        """This rank's pieces cut into rows of tiles that it holds whole, and what is left: tiles that ranks share."""
+        whole, shared = [], []
+        for piece in self.shard.pieces:
+            rows, columns = self._shape(piece.name)
+            step = columns * self.quantizer.spec.tile.block
+            start = min(-(-piece.start // step) * step, piece.stop)
+            stop = piece.stop if piece.stop == rows * columns else max(piece.stop // step * step, start)
+            cuts = [piece.start, start, stop, piece.stop]
+            parts = [
+                Piece(piece.name, a, b, piece.local + a - piece.start) for a, b in zip(cuts, cuts[1:], strict=False)
+            ]
+            whole += [parts[1]] if start < stop else []
+            shared += [part for part in parts[::2] if part.start < part.stop]
+        return whole, shared
+
+    def new_amaxes(self) -> Tensor:
+        """A packed buffer of FP32 zeros."""
+        return torch.zeros(self._packed_size, dtype=torch.float32, device=self.params[0].device)
 
     @torch.no_grad()
     def write(self, masters: Tensor) -> None:
         """Quantizes this rank's shards of the masters (flat) into the buffer, with the whole weights' scales."""
-        packed = self._new_amaxes()
-        for piece, values, _ in self._pieces(masters):
+        packed = self.new_amaxes()
+        self.take_amaxes(masters, packed, self.shard.pieces)
+        self.write_bytes(masters, self.share_scales(packed), self.shard.pieces)
+
+    def take_amaxes(self, masters: Tensor, packed: Tensor, pieces: Iterable[Piece]) -> None:
+        """Raises the packed amaxes by those of pieces of the masters."""
+        for piece in pieces:
             for orientation in self.flats:
                 out = self._of(packed, piece.name, orientation)
+                values = masters[piece.place].to(self.dtype)
                 piece_amax(self.quantizer, values, piece.start, self._shape(piece.name), orientation, out)
-        self.finish(masters, packed)
 
-    @torch.no_grad()
-    def finish(self, masters: Tensor, packed: Tensor) -> None:
-        """packed: the amaxes of this rank's pieces."""
-        self._write_copies(masters)
+    def share_scales(self, packed: Tensor) -> Tensor:
+        """From the amaxes of this rank's pieces the scales of the weights, on all ranks; returns the multipliers."""
         self.axis.max_(packed)
         if self._cut is not None:  # the maximum over the ranks that hold the weights' other parts
             index, shared = self._cut
@@ -150,18 +166,13 @@ class FlatPrimary:
         for name, weight in self.weights.items():
             found = [{o: self._of(flat, name, o) for o in self.flats} for flat in (packed, inverses)]
             weight.primary.set_scales(*found, self._history_scale(weight))
-        if self._kernels is not None:
-            self._kernels.cast(
-                self._tables,
-                masters,
-                self.flats["rowwise"],
-                multipliers,
-                fmax=self.quantizer.spec.format.fmax,
-                block=self.quantizer.spec.tile.block,
-                dtype=self.dtype,
-            )
-            return
-        for piece, values, offset in self._pieces(masters):
+        return multipliers
+
+    def write_bytes(self, masters: Tensor, multipliers: Tensor, pieces: Iterable[Piece]) -> None:
+        """Writes the bytes of pieces of the masters."""
+        starts = {slot.name: slot.start for slot in self.shard.layout.slots}
+        for piece in pieces:
+            values, offset = masters[piece.place].to(self.dtype), starts[piece.name] + piece.start
             for orientation, flat in self.flats.items():
                 quantize_piece(
                     self.quantizer.spec,
@@ -175,7 +186,7 @@ class FlatPrimary:
 
     def _scales(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Multipliers and what is stored, packed as the amaxes: of them, or of the history."""
-        if all(self._history_scale(weight) is None for weight in self.weights.values()):  # as before the first step
+        if self.scaling is None:
             return self.quantizer.scales(packed)
         multipliers = torch.ones_like(packed)
         for name, weight in self.weights.items():
@@ -200,18 +211,9 @@ class FlatPrimary:
         scales = sum(s.nbytes for w in self.weights.values() for s in w.primary.scale_inv.values())
         return scales + sum(flat.nbytes for flat in self.flats.values())
 
-    def _new_amaxes(self) -> Tensor:
-        return torch.zeros(self._packed_size, dtype=torch.float32, device=self.params[0].device)
-
     def _of(self, packed: Tensor, name: str, orientation: str) -> Tensor:
         offset, shape = self._places[name, orientation]
         return packed[offset : offset + math.prod(shape)].view(shape)
-
-    def _pieces(self, masters: Tensor) -> Iterator[tuple[Piece, Tensor, int]]:
-        """(piece, its values rounded to the compute dtype, its offset in the buffer)."""
-        starts = {slot.name: slot.start for slot in self.shard.layout.slots}
-        for piece in self.shard.pieces:
-            yield piece, masters[piece.place].to(self.dtype), starts[piece.name] + piece.start
 
     def _shape(self, name: str) -> tuple[int, int]:
         return tuple(self.weights[name].param.shape)

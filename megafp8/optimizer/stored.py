@@ -13,26 +13,32 @@ import torch
 from torch import Tensor
 
 from megafp8.optimizer import codecs
+from megafp8.optimizer.adamw import sqrt_rn
 from megafp8.optimizer.layout import ALIGNMENT, Shard
 from megafp8.optimizer.shards import ShardState
 from megafp8.params import ParamSpec, StateItem
 
 
 class Stored(NamedTuple):
-    """A moment of one buffer. values: FP32, BF16, or FP8 bytes (uint8), which have an FP32 amax and a code a block."""
+    """A moment of one buffer. values: FP32, BF16, or FP8 bytes (uint8), which have an FP32 amax and a code a block.
+
+    root: FP8 bytes are of its roots, as those of second moments are.
+    """
 
     values: Tensor
     amax: Tensor | None = None
     code: Tensor | None = None
+    root: bool = False
 
     @staticmethod
-    def zeros(kind: str, numel: int, device: torch.device) -> Stored:
+    def zeros(kind: str, numel: int, device: torch.device, *, root: bool) -> Stored:
         """kind: a key of `precision.MOMENTS`."""
         if kind == "fp8":
             return Stored(
                 torch.zeros(numel, dtype=torch.uint8, device=device),
                 torch.zeros(numel // ALIGNMENT, device=device),
                 torch.zeros(numel // ALIGNMENT, dtype=torch.uint8, device=device),
+                root,
             )
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[kind]
         return Stored(torch.zeros(numel, dtype=dtype, device=device))
@@ -42,13 +48,14 @@ class Stored(NamedTuple):
         if self.amax is None:
             return Stored(self.values[place])
         blocks = slice(place.start // ALIGNMENT, -(-place.stop // ALIGNMENT))
-        return Stored(self.values[place], self.amax[blocks], self.code[blocks])
+        return Stored(self.values[place], self.amax[blocks], self.code[blocks], self.root)
 
     def read(self) -> Tensor:
         """FP32 values; those of FP32 themselves."""
         if self.amax is None:
             return self.values.float()
-        return codecs.decode_fp8(*self, codecs.decoding_table(self.values.device))
+        values = codecs.decode_fp8(*self.tensors, codecs.decoding_table(self.values.device))
+        return values * values if self.root else values
 
     def write(self, values: Tensor, random: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Stores FP32 values.
@@ -57,18 +64,25 @@ class Stored(NamedTuple):
         all as it is.
         """
         if self.amax is not None:
-            table = codecs.decoding_table(values.device)
-            new = codecs.restore_fp8(values, table) if random is None else codecs.encode_fp8(values, random)
+            values = sqrt_rn(values) if self.root else values
+            if random is None:
+                new = codecs.restore_fp8(values, codecs.decoding_table(values.device), keep=self.root)
+            else:
+                new = codecs.encode_fp8(values, random, keep=self.root)
         elif self.values.dtype == torch.bfloat16:
             new = (values.bfloat16() if random is None else codecs.round_to_bf16(values, random),)
         else:
             new = (values,)
-        for mine, value in zip(self, new, strict=False):
+        for mine, value in zip(self.tensors, new, strict=False):
             mine.copy_(value if skip is None else torch.where(skip, mine, value))
 
     @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.values, self.amax, self.code
+
+    @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
 
 
 class _Held:
@@ -105,14 +119,16 @@ class _Held:
 
 
 class Moments(_Held):
-    """One moment. Kinds are keys of `precision.MOMENTS`; stored: one a buffer."""
+    """One moment. Kinds are keys of `precision.MOMENTS`; root: FP8 holds its roots. stored: one a buffer."""
 
-    def __init__(self, kinds: Sequence[str], shards: Sequence[Shard], *rest):
+    def __init__(self, kinds: Sequence[str], shards: Sequence[Shard], *rest, root: bool):
         super().__init__(kinds, shards, *rest)
         if self._fp32 is not None:
             self.stored = [Stored(flat) for flat in self._fp32.flats]
         else:
-            self.stored = [Stored.zeros(k, shard.numel, self._device) for k, shard in zip(kinds, shards, strict=True)]
+            self.stored = [
+                Stored.zeros(k, shard.numel, self._device, root=root) for k, shard in zip(kinds, shards, strict=True)
+            ]
 
     def values(self) -> ShardState:
         if self._fp32 is not None:
@@ -132,7 +148,7 @@ class Moments(_Held):
 
     def zero(self) -> None:
         for stored in self.stored:
-            for tensor in stored:
+            for tensor in stored.tensors:
                 if tensor is not None:
                     tensor.zero_()
 

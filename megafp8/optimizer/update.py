@@ -5,7 +5,7 @@ Both give the same bits. A kernel writes the new weights, or takes the amaxes of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import ModuleType
 
@@ -52,44 +52,23 @@ class BufferUpdate:
         self.shard, self.groups, self.keys = shard, groups, keys
         self.master, self.exp_avg, self.exp_avg_sq, self.weights = master, exp_avg, exp_avg_sq, weights
         self._starts = {slot.name: slot.start for slot in shard.layout.slots}
-        self._kernels = kernels() if fused and master.is_cuda else None
-        self._tables = self._decoding = None
-        if self._kernels is not None:
-            self._tables = self._kernels.Tables.of(self._rows(), master.device)
-            if isinstance(weights, FlatPrimary):
-                weights.use_kernels(self._kernels, self._tables)
-            if exp_avg.amax is not None or exp_avg_sq.amax is not None:
-                self._decoding = codecs.decoding_table(master.device)
+        self._launches = None
+        module = kernels() if fused and master.is_cuda else None
+        if module is not None:
+            self.use_kernels(module)
+
+    def use_kernels(self, module: ModuleType) -> None:
+        """From now on it runs `module`'s kernels."""
+        self._launches = Launches(self, module)
 
     def __call__(self, grad: Tensor, scalars: StepScalars, *, beta1: float, beta2: float, eps: float) -> None:
         """grad: FP32 sums, the whole buffer, of which this rank's shards are read. The weights of its shards follow."""
         constants = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        if self._tables is None:
+        if self._launches is not None:
+            self._launches.run(grad, scalars, constants)
+        else:
             self._reference(grad, scalars, constants)
             self.write_weights()
-            return
-        primary = self.weights if isinstance(self.weights, FlatPrimary) else None
-        amaxes = primary.amaxes_in_kernel() if primary is not None else {}
-        self._kernels.adamw(
-            self._tables,
-            self.master,
-            None if primary else self.weights.flat,
-            self.exp_avg,
-            self.exp_avg_sq,
-            grad,
-            self._kernels.Scalars(
-                scalars.grad_scale, scalars.correction2, scalars.step, scalars.skip.view(torch.uint8), scalars.rates
-            ),
-            decoding=self._decoding,
-            **amaxes,
-            **constants,
-        )
-        if primary is None:
-            self.weights.announce()
-        elif amaxes:
-            primary.finish(self.master, amaxes["amax"])
-        else:
-            primary.write(self.master)
 
     def write_weights(self) -> None:
         """Writes this rank's shards of the weights from its masters; upper halves of masters are weights already."""
@@ -97,16 +76,6 @@ class BufferUpdate:
             self.weights.write(self.master)
         else:
             self.weights.announce()
-
-    def _rows(self) -> Iterator[tuple]:
-        for piece in self.shard.pieces:
-            places = (piece.local, self._starts[piece.name] + piece.start, _round_up(piece.stop - piece.start))
-            yield self._kernels.PieceRow(
-                *(place // ALIGNMENT for place in (*places, piece.start)),
-                group=self.groups[piece.name],
-                key=self.keys[piece.name],
-                **self.weights.tiles(piece.name),
-            )
 
     def _reference(self, grad: Tensor, scalars: StepScalars, constants: dict[str, float]) -> None:
         for piece, offset, size in self._parts():
@@ -144,6 +113,85 @@ class BufferUpdate:
             self.master[here] = values
         else:
             self.weights.flat[there], self.master[here] = codecs.split_master(values)
+
+
+class Launches:
+    """The kernels of one buffer's update, and their tables on the device."""
+
+    def __init__(self, update: BufferUpdate, module: ModuleType):
+        self.update, self.module = update, module
+        weights, device = update.weights, update.master.device
+        self.primary = weights if isinstance(weights, FlatPrimary) else None
+        self.shared: list[Piece] = list(update.shard.pieces)
+        whole: list[Piece] = []
+        if self.primary is not None:
+            self.spec = self.primary.quantizer.spec
+            if module.knows_tiles(self.spec) and self.primary.in_chunks:
+                whole, self.shared = self.primary.whole_tiles()
+        self.tiles = module.Tables.of_tiles(self._rows(whole), self.spec, device) if whole else None
+        self.flat = module.Tables.of(self._rows(self.shared), device) if self.shared else None
+        stored = (update.exp_avg, update.exp_avg_sq)
+        self.moments = [moment.tensors for moment in stored]
+        self.decoding = codecs.decoding_table(device) if any(m.amax is not None for m in stored) else None
+
+    def run(self, grad: Tensor, scalars: StepScalars, constants: dict[str, float]) -> None:
+        """As `BufferUpdate.__call__`."""
+        master, module = self.update.master, self.module
+        device_scalars = module.Scalars(
+            scalars.grad_scale, scalars.correction2, scalars.step, scalars.skip.view(torch.uint8), scalars.rates
+        )
+        rest = (*self.moments, grad, device_scalars)
+        options = {"decoding": self.decoding, **constants}
+        if self.primary is None:
+            if self.flat is not None:
+                module.adamw(self.flat, master, self.update.weights.flat, *rest, **options)
+            self.update.weights.announce()
+            return
+        amax, options["dtype"] = self.primary.new_amaxes(), self.primary.dtype
+        if self.tiles is not None:
+            module.adamw_tiles(self.tiles, master, *rest, self.primary.flats, amax, self.spec, **options)
+        if self.flat is not None:
+            self._update_shared(master, rest, amax, options)
+        multipliers = self.primary.share_scales(amax)
+        if self.flat is not None:
+            self._write_shared(master, multipliers)
+
+    @property
+    def _in_chunks(self) -> bool:
+        """Whether kernels take the amaxes of tiles that ranks share."""
+        return self.spec.tile.kind == "tensor" or (self.spec.tile.kind == "2d" and self.primary.in_chunks)
+
+    def _update_shared(self, master: Tensor, rest: tuple, amax: Tensor, options: dict) -> None:
+        if self._in_chunks:
+            self.module.adamw(self.flat, master, None, *rest, **options, amax=amax, block=self.spec.tile.block)
+        else:
+            self.module.adamw(self.flat, master, None, *rest, **options)
+            self.primary.take_amaxes(master, amax, self.shared)
+
+    def _write_shared(self, master: Tensor, multipliers: Tensor) -> None:
+        if not self._in_chunks:
+            self.primary.write_bytes(master, multipliers, self.shared)
+            return
+        self.module.cast(
+            self.flat,
+            master,
+            self.primary.flats["rowwise"],
+            multipliers,
+            fmax=self.spec.format.fmax,
+            block=self.spec.tile.block,
+            dtype=self.primary.dtype,
+        )
+
+    def _rows(self, pieces: Iterable[Piece]) -> Iterator[tuple]:
+        starts = {slot.name: slot.start for slot in self.update.shard.layout.slots}
+        for piece in pieces:
+            places = (piece.local, starts[piece.name] + piece.start, _round_up(piece.stop - piece.start), piece.start)
+            yield self.module.PieceRow(
+                *(place // ALIGNMENT for place in places),
+                group=self.update.groups[piece.name],
+                key=self.update.keys[piece.name],
+                **self.update.weights.tiles(piece.name),
+            )
 
 
 def _round_up(n: int) -> int:

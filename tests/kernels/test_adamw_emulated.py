@@ -19,7 +19,6 @@ CONSTANTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 GROUPS = {"a": Group(True), "b": Group(False), "c": Group(True)}
 RATES = [Rates(3e-3, 0.1), Rates(1e-3, 0.0)]
 SIZES = {"a": 64 * 5 + 7, "b": 9, "c": 64 * 70}
-LAUNCH = kernels.Launch(8, 1)
 
 
 class Weights:
@@ -57,7 +56,9 @@ def make(precision: Precision, seed: int = 0):
         upper, master = codecs.split_master(values)
         weights.flat[start : start + held] = upper
     spread = torch.exp(3 * torch.randn(held, generator=generator))
-    m, v = (Stored.zeros(kind, held, torch.device("cpu")) for kind in (precision.exp_avg, precision.exp_avg_sq))
+    cpu = torch.device("cpu")
+    m = Stored.zeros(precision.exp_avg, held, cpu, root=False)
+    v = Stored.zeros(precision.exp_avg_sq, held, cpu, root=True)
     m.write(torch.randn(held, generator=generator) * spread * live)
     v.write((torch.randn(held, generator=generator) * spread * live) ** 2)
     update = BufferUpdate(shard, {"a": 0, "b": 1, "c": 0}, {"a": 5, "b": 2**31 + 9, "c": 77}, master, m, v, weights)
@@ -68,9 +69,7 @@ def make(precision: Precision, seed: int = 0):
 
 
 def on_kernels(update: BufferUpdate, grad, scalars) -> None:
-    update._kernels = kernels
-    update._tables = kernels.Tables.of(update._rows(), torch.device("cpu"), LAUNCH)
-    update._decoding = codecs.decoding_table(torch.device("cpu"))
+    update.use_kernels(kernels)
     with testing.emulated_launches():
         update(grad, scalars, **CONSTANTS)
 
@@ -113,13 +112,21 @@ def state(update):
 def make_primary(recipe: str) -> Optimizer:
     params = [make_param(name, shape) for name, shape in {"a": (40, 192), "b": (33, 128), "c": (128, 64)}.items()]
     for _, param in params:
-        param.owner = Weight(param, get_recipe(recipe))
+        name, _, tile = recipe.partition(" ")
+        axes = {"weight_tile": tile} if tile else {}
+        param.owner = Weight(param, get_recipe(name, **axes))
     optimizer = Optimizer(params, AdamWOptions(), seed=1, sharding=Sharding(fp8_primary=True))
     set_grads(optimizer, torch.Generator().manual_seed(0))
     return optimizer
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.fixture(autouse=True)
+def _small_launches(monkeypatch):
+    """Tables are made for launches of one warp."""
+    monkeypatch.setattr(kernels.Tables.of, "__defaults__", (kernels.Launch(8, 1),))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "mxfp8 1d"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
     scale = torch.tensor(0.37, dtype=torch.float64)
@@ -128,13 +135,13 @@ def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
     (update,), (grad,) = a._updates, a.grads.state.flats
     update(grad, scalars, **CONSTANTS)
     (update,) = b._updates
-    update._kernels = kernels
-    update._tables = kernels.Tables.of(update._rows(), torch.device("cpu"), LAUNCH)
-    update.weights.use_kernels(kernels, update._tables)
+    update.use_kernels(kernels)
+    assert (update._launches.tiles is None) == (recipe == "tensorwise")
     with testing.emulated_launches():
         update(grad, scalars, **CONSTANTS)
     for name, param in a.weights.params.items():
         ours, theirs = param.owner.primary, b.weights.params[name].owner.primary
-        assert torch.equal(ours.data["rowwise"].view(torch.uint8), theirs.data["rowwise"].view(torch.uint8)), name
-        assert torch.equal(*(p.scale_inv["rowwise"].view(torch.uint8) for p in (ours, theirs))), name
+        for o in ours.data:
+            assert torch.equal(*(p.data[o].view(torch.uint8) for p in (ours, theirs))), (name, o)
+            assert torch.equal(*(p.scale_inv[o].view(torch.uint8) for p in (ours, theirs))), (name, o)
         assert torch.equal(a.masters.views[name], b.masters.views[name])
