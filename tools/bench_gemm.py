@@ -2,14 +2,17 @@
 
 One line a GEMM: TFLOPS of every backend, then of the project's best kernel GB/s (operands and scales read once, the
 result written once, and read where it is added to) and its speed relative to BF16 and to cuBLASLt in the same
-accumulation mode. A time is the median of device times, without what the host takes to launch.
+accumulation mode; then what `--fp8-gemm-backend auto` picks, and how far that is behind the best. A time is the median
+of device times, without what the host takes to launch. Backends take turns, call by call: a GPU at its power limit is
+slower for whoever comes later.
 
     python tools/bench_gemm.py                                    # every shape
     python tools/bench_gemm.py --shapes grouped --json gemm.json
+    python tools/bench_gemm.py --skip tl --write-table            # refresh what `auto` goes by
 
-Kinds: `tensorwise`, `tensorwise fast` (accumulated by the tensor cores alone), `1D2D` (fprop and dgrad), `1D1D` (wgrad,
-added into an FP32 buffer; `cublaslt` writes, `cublaslt+add` also adds). Grouped ones: fprop and wgrad of experts; BF16
-is `torch._grouped_mm`, for wgrad followed by the addition.
+Kinds: `tensorwise`, `tensorwise fast` (accumulated by the tensor cores alone), `1D2D` (fprop and dgrad), and wgrads,
+added into an FP32 buffer: `tensorwise +=` and `1D1D +=` (`cublaslt` writes, `cublaslt+add` also adds). Grouped ones:
+fprop and wgrad of experts; BF16 is `torch._grouped_mm`, for wgrad followed by the addition.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megafp8.kernels import gemm, grouped_gemm
 from torch import Tensor
+
+from megafp8.fp8 import gemm_speed
 
 # model -> (layer, N, K) of Y [tokens, N] = X [tokens, K] @ W [N, K].T
 LAYERS = {
@@ -41,6 +47,8 @@ EXPERT = [("fc1", 4096, 7168), ("fc2", 7168, 2048)]
 
 TW, ROW, SQUARE = (F.ScalingType.TensorWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
 OWN = ("gluon", "tl")
+KINDS = {"tensorwise": "tensorwise", "1D2D": "1d2d", "tensorwise +=": "tensorwise+=", "1D1D +=": "1d1d+="}
+"""What the table of measured speed calls the kinds that `auto` chooses between backends for."""
 
 
 class Case(NamedTuple):
@@ -84,7 +92,7 @@ def rival(a: Tensor, b: Tensor, sa: Tensor, a_kind: F.ScalingType, sb: Tensor, b
 
 
 def dense_cases(name: str, M: int, N: int, K: int) -> Iterator[Case]:
-    """Tensorwise and 1D2D at (M, N, K), 1D1D at the wgrad of the same layer, (N, K, M)."""
+    """Tensorwise and 1D2D at (M, N, K), wgrads of the same layer at (N, K, M)."""
     a, b, one = fp8(M, K), fp8(N, K), torch.ones(1, device="cuda")
     out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
     flops, operands = 2 * M * N * K, (M + N) * K
@@ -100,20 +108,27 @@ def dense_cases(name: str, M: int, N: int, K: int) -> Iterator[Case]:
     runs = {own: lambda own=own: gemm.gemm_1d2d(a, b, sa, sb, out=out, backend=own) for own in OWN}
     runs["cublaslt"] = lambda: rival(a, b, sa, ROW, padded, SQUARE, torch.bfloat16)
     yield Case(name, "1D2D", (M, N, K), flops, operands + M * K // 32 + 2 * M * N, runs | bf16)
-    yield wgrad_case(name, N, K, M)
+    yield from wgrad_cases(name, N, K, M)
 
 
-def wgrad_case(name: str, M: int, N: int, K: int) -> Case:
-    """1D1D with FP32 accumulation, `[M, N] += [M, K] @ [N, K].T`."""
-    a, b = fp8(M, K), fp8(N, K)
+def wgrad_cases(name: str, M: int, N: int, K: int) -> Iterator[Case]:
+    """FP32 accumulation, `[M, N] += [M, K] @ [N, K].T`: 1D1D, and tensorwise of E5M2 by E4M3."""
+    a, b, one = fp8(M, K), fp8(N, K), torch.ones(1, device="cuda")
+    e5m2 = torch.randn(M, K, device="cuda").to(torch.float8_e5m2)
     sa, sb = scales(M, K // 128), scales(N, K // 128)
     grad = torch.zeros(M, N, device="cuda")
     a_bf16, b_bf16 = a.bfloat16(), b.bfloat16().t()
+    bf16 = {"bf16": lambda: grad.add_(a_bf16 @ b_bf16)}
+    flops, nbytes = 2 * M * N * K, (M + N) * K + 8 * M * N
+    runs = {own: lambda own=own: gemm.gemm_tensorwise(
+        e5m2, b, one, one, out=grad, accumulate=True, backend=own) for own in OWN}  # fmt: skip
+    runs["cublaslt"] = lambda: rival(e5m2, b, one, TW, one, TW, torch.float32)
+    runs["cublaslt+add"] = lambda: grad.add_(rival(e5m2, b, one, TW, one, TW, torch.float32))
+    yield Case(name, "tensorwise +=", (M, N, K), flops, nbytes, runs | bf16)
     runs = {own: lambda own=own: gemm.gemm_1d1d(a, b, sa, sb, out=grad, accumulate=True, backend=own) for own in OWN}
     runs["cublaslt"] = lambda: rival(a, b, sa, ROW, sb, ROW, torch.float32)
     runs["cublaslt+add"] = lambda: grad.add_(rival(a, b, sa, ROW, sb, ROW, torch.float32))
-    runs["bf16"] = lambda: grad.add_(a_bf16 @ b_bf16)
-    return Case(name, "1D1D +=", (M, N, K), 2 * M * N * K, (M + N) * (K + K // 32) + 8 * M * N, runs)
+    yield Case(name, "1D1D +=", (M, N, K), flops, nbytes + (M + N) * K // 32, runs | bf16)
 
 
 def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Iterator[Case]:
@@ -140,38 +155,85 @@ def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Ite
     yield Case(title, "grouped 1D1D +=", (N, K, T), flops, (N + K) * (T + T // 32) + 8 * groups * N * K, runs)
 
 
-def seconds(run: Callable[[], object], flush: Tensor, repeats: int) -> float:
-    """Median device time. The device sleeps first, so that the launch is queued before the clock starts."""
-    for _ in range(2):
+def seconds(runs: dict[str, Callable[[], object]], flush: Tensor, repeats: int) -> dict[str, float]:
+    """Median device times, the runs in turn. The device sleeps first, so that a launch is queued before the clock
+    starts."""
+    for run in runs.values():
         run()
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
-    for start, end in events:
-        flush.zero_()
-        torch.cuda._sleep(500_000)  # cycles, about 0.3 ms
-        start.record()
         run()
-        end.record()
+    times: dict[str, list] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            torch.cuda._sleep(500_000)  # cycles, about 0.3 ms
+            start.record()
+            run()
+            end.record()
+            times[name].append((start, end))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in times.items()}
 
 
-def bench(case: Case, flush: Tensor, repeats: int) -> dict:
+def bench(case: Case, flush: Tensor, repeats: int, skip: tuple[str, ...] = ()) -> dict:
     """TFLOPS of every backend, and what the line says of the best kernel of the project."""
-    times = {backend: seconds(run, flush, repeats) for backend, run in case.runs.items()}
-    best = min(OWN, key=times.__getitem__)
+    times = seconds({name: run for name, run in case.runs.items() if name not in skip}, flush, repeats)
+    best = min((own for own in OWN if own in times), key=times.__getitem__)
     return {
         "name": case.name, "kind": case.kind, "shape": list(case.shape), "best": best,
         "tflops": {backend: case.flops / time / 1e12 for backend, time in times.items()},
         "gb_per_s": case.nbytes / times[best] / 1e9,
         **{f"ratio_to_{other}": times[other] / times[best] for other in times if other not in OWN},
+        **picked(case, times),
     }  # fmt: skip
+
+
+def measured(case: Case, times: dict[str, float]) -> dict[str, float]:
+    """Seconds of what `auto` chooses between: the kernels, and cuBLASLt with the addition where there is one."""
+    return {"triton": times["gluon"], "cublaslt": times.get("cublaslt+add", times.get("cublaslt"))}
+
+
+def picked(case: Case, times: dict[str, float]) -> dict:
+    """What `auto` picks, and its speed relative to the best."""
+    if case.kind not in KINDS or "gluon" not in times:
+        return {}
+    of, weight = measured(case, times), case.shape[:2] if case.kind.endswith("+=") else case.shape[1:]
+    name = gemm_speed.fastest(torch.cuda.get_device_name(), KINDS[case.kind], tuple(weight), tuple(of))
+    return {"auto": name, "auto_ratio": min(of.values()) / of[name]}
+
+
+def table(results: list[dict]) -> dict[str, list]:
+    """What `gemm_speed` looks up: kind -> [[M, N, K, {backend: TFLOPS}]]."""
+    rows: dict[str, list] = {}
+    for result in results:
+        if result["kind"] in KINDS:
+            tflops = result["tflops"]
+            rival = tflops.get("cublaslt+add", tflops["cublaslt"])
+            row = [*result["shape"], {"cublaslt": round(rival), "triton": round(tflops["gluon"])}]
+            rows.setdefault(KINDS[result["kind"]], []).append(row)
+    return rows
+
+
+def write_table(results: list[dict], device: str, path: Path) -> None:
+    """Replaces a device's figures in the table, of the kinds that were measured. One GEMM a line."""
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    everything[device] = everything.get(device, {}) | table(results)
+    kinds = [
+        f' "{name}": {{\n'
+        + ",\n".join(f'  "{k}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows) + "\n  ]"
+                     for k, rows in kinds.items())
+        + "\n }" for name, kinds in everything.items()
+    ]  # fmt: skip
+    path.write_text("{\n" + ",\n".join(kinds) + "\n}\n")
 
 
 def line(result: dict) -> str:
     shape = "x".join(map(str, result["shape"]))
     tflops = "  ".join(f"{backend} {value:5.0f}" for backend, value in result["tflops"].items())
     ratios = "  ".join(f"{value:.2f}x {key[9:]}" for key, value in result.items() if key.startswith("ratio_to_"))
-    return f"{result['name']:24}{shape:18}{result['kind']:16}{tflops}  TFLOPS  {result['gb_per_s']:.0f} GB/s  {ratios}"
+    auto = f"  auto {result['auto']} {result['auto_ratio']:.2f}" if "auto" in result else ""
+    head = f"{result['name']:24}{shape:18}{result['kind']:16}"
+    return f"{head}{tflops}  TFLOPS  {result['gb_per_s']:.0f} GB/s  {ratios}{auto}"
 
 
 def cases(selection: str) -> Iterator[Case]:
@@ -188,7 +250,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", choices=["all", "grouped", *LAYERS], default="all")
     parser.add_argument("--only", default="", help="only kinds that contain this")
     parser.add_argument("--repeats", type=int, default=11, help="timed calls a backend")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="BACKEND", help="backends to leave out, such as tl")
     parser.add_argument("--json", metavar="FILE", help="also write the results there, one JSON object a line")
+    parser.add_argument("--write-table", nargs="?", type=Path, const=gemm_speed.TABLE, metavar="FILE",
+                        help="refresh the table that auto goes by (default: the one in the package)")  # fmt: skip
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("bench_gemm: needs a CUDA GPU, and torch sees none", file=sys.stderr)
@@ -198,11 +263,13 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for case in cases(args.shapes):
         if args.only in case.kind:
-            results.append(bench(case, flush, args.repeats))
+            results.append(bench(case, flush, args.repeats, tuple(args.skip)))
             print(line(results[-1]), flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            file.writelines(json.dumps(result) + "\n" for result in results)
+            if args.json:
+                with open(args.json, "w") as file:
+                    file.writelines(json.dumps(result) + "\n" for result in results)
+    if args.write_table:
+        write_table(results, torch.cuda.get_device_name(), args.write_table)
     return 0
 
 

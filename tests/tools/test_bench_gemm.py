@@ -1,10 +1,13 @@
 """tools/bench_gemm.py: its answer without a GPU, its shapes, and its calls, which fake tensors check without one."""
 
+import json
+
 import bench_gemm
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megafp8.fp8 import gemm_speed
 from tests.kernels import testing
 
 
@@ -46,6 +49,7 @@ def test_operations_and_bytes_are_counted():
         by_kind = {case.kind: case for case in cases()}
     assert by_kind["tensorwise"].flops == 2 * 512 * 384 * 256
     assert by_kind["tensorwise"].nbytes == 512 * 256 + 384 * 256 + 2 * 512 * 384
+    assert by_kind["tensorwise +="].nbytes == (384 + 256) * 512 + 2 * 4 * 384 * 256
     wgrad = by_kind["1D1D +="]
     assert wgrad.shape == (384, 256, 512)
     scales = 4 * (384 + 256) * 512 // 128
@@ -59,6 +63,7 @@ def test_a_line_names_speed_and_ratios():
     assert "1x2x3" in line
     assert "12 GB/s" in line
     assert line.endswith("1.50x bf16  0.95x cublaslt")
+    assert bench_gemm.line(result | {"auto": "cublaslt", "auto_ratio": 0.99}).endswith("auto cublaslt 0.99")
 
 
 @pytest.mark.gpu
@@ -68,3 +73,28 @@ def test_every_case_runs():
     for case in cases():
         result = bench_gemm.bench(case, flush, 2)
         assert all(value > 0 for value in result["tflops"].values())
+
+
+def test_the_table_is_what_auto_reads(tmp_path, monkeypatch):
+    results = [
+        {"kind": "1D2D", "shape": [4096, 512, 256], "tflops": {"gluon": 9.4, "cublaslt": 8.0, "bf16": 5.0}},
+        {"kind": "1D1D +=", "shape": [512, 256, 4096], "tflops": {"gluon": 6.0, "cublaslt": 8.0, "cublaslt+add": 7.0}},
+        {"kind": "grouped 1D2D", "shape": [1, 2, 3], "tflops": {"gluon": 6.0, "bf16": 8.0}},
+    ]
+    path = tmp_path / "table.json"
+    path.write_text('{"other": {"1d2d": []}, "H": {"1d2d": [], "tensorwise": []}}')
+    bench_gemm.write_table(results, "H", path)
+    assert json.loads(path.read_text()) == {
+        "other": {"1d2d": []},
+        "H": {
+            "1d2d": [[4096, 512, 256, {"cublaslt": 8, "triton": 9}]],
+            "tensorwise": [],
+            "1d1d+=": [[512, 256, 4096, {"cublaslt": 7, "triton": 6}]],
+        },
+    }
+    monkeypatch.setattr(gemm_speed, "table", lambda: json.loads(path.read_text()))
+    gemm_speed.fastest.cache_clear()
+    backends = ("cublaslt", "triton")
+    assert gemm_speed.fastest("H", "1d2d", (512, 256), backends) == "triton"
+    assert gemm_speed.fastest("H", "1d1d+=", (512, 256), backends) == "cublaslt"
+    gemm_speed.fastest.cache_clear()
