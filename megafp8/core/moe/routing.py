@@ -87,7 +87,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 def _within_groups(wanted: Tensor, rule: RoutingRule) -> Tensor:
     """`wanted` with minus infinity outside of each token's best groups."""
     tokens, experts = wanted.shape
-    worth = wanted.view(tokens, rule.groups, -1).topk(rule.group_scores, -1).values.sum(-1)
+    worth = wanted.view(tokens, rule.groups, experts // rule.groups).topk(rule.group_scores, -1).values.sum(-1)
     kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, best(worth, rule.group_topk), True)
     return wanted.masked_fill(~kept.repeat_interleave(experts // rule.groups, 1), -torch.inf)
 
