@@ -35,8 +35,9 @@ from .quantize_device import (
     tile_origin,
     to_compute_dtype,
     to_f32,
+    waiting_layout,
 )
-from .quantize_emit import emit, record_amax
+from .quantize_emit import emit, emit_part, emit_rest, record_amax
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 
 if TYPE_CHECKING:
@@ -112,36 +113,65 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
 
 
 @jit
-def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr,
-                      amax_ptr, record_ptr, T, stride_t, row_scale_ld, col_scale_ld, epsilon, H: gl.constexpr,
-                      WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
-                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+def norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0, h0, T, stride_t, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
+              EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """ROWS rows of a tile of the norm's output, as `emit` takes them; also written to y_ptr where given."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
-    rows, cols = tile_indices(t0, h0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+    rows, cols = tile_indices(t0, h0, ROWS, BLOCK_K, LAYOUT)
     mask = tile_mask(rows, cols, T, H)
     x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
-    rstd = load_or_zero(rstd_ptr + rows, rows < T, EVEN)
+    # Not from L1, which may hold what lay there before the rows' program wrote it.
+    rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0, cache_modifier=".cg")
     y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, EVEN)
     if y_ptr is not None:
         gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
-    emit(round_through(y, dtype), t0, h0, (row_ptr, row_scale_ptr, None, row_scale_ld),
-         (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), epsilon, T, H, SPEC, EVEN)
+    return round_through(y, dtype)
+
+
+@jit
+def norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, row, col, tensor, t0, h0, T, stride_t, epsilon, H: gl.constexpr,
+              WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
+              BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """One register tile, PART rows at a time (0: all of them)."""
+    if PART == 0:
+        y = norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0, h0, T, stride_t, H, WEIGHT_OFFSET, EVEN, BLOCK_M,
+                      BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+        emit(y, t0, h0, row, col, tensor, epsilon, T, H, SPEC, EVEN)
+    else:
+        dtype: gl.constexpr = gl.bfloat16 if x_ptr.dtype.element_ty == gl.bfloat16 else gl.float32
+        ys = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
+        for i in gl.static_range(0, BLOCK_M, PART):
+            y = norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0 + i, h0, T, stride_t, H, WEIGHT_OFFSET, EVEN, PART,
+                          BLOCK_K, tile_layout(PART, BLOCK_K, R, C, W))
+            emit_part(y, t0 + i, h0, row, tensor, epsilon, T, H, SPEC, EVEN)
+            ys.slice(i, PART).store(y)
+        emit_rest(ys, t0, h0, col, tensor, epsilon, T, H, SPEC, EVEN)
+
+
+@jit
+def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr,
+                      amax_ptr, record_ptr, T, stride_t, row_scale_ld, col_scale_ld, epsilon, H: gl.constexpr,
+                      WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
+                      BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+                      W: gl.constexpr):
+    t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
+    norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
+              (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), t0, h0, T, stride_t,
+              epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
 
 
 @jit
 def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr,
                      scale_ptr, record_ptr, T, stride_t, row_scale_ld, col_scale_ld, eps, epsilon, H: gl.constexpr,
                      WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr,
-                     ROWS_K: gl.constexpr, ROWS_C: gl.constexpr, SLAB: gl.constexpr, BLOCK_M: gl.constexpr,
-                     BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                     ROWS_K: gl.constexpr, ROWS_C: gl.constexpr, SLAB: gl.constexpr, PART: gl.constexpr,
+                     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Both orientations in one launch: x is read from memory once.
 
     Programs of one kind make rstd of ROWS rows, those of the other kind a register tile. The rstds of a slab of SLAB
     rows come before the tiles of the slab before it, so that what a tile waits for was begun long ago, and its x is
     still in L2. Programs start in the order of their numbers, so nobody waits for one that cannot start.
     """
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
     STATS: gl.constexpr = SLAB // ROWS
     TILES: gl.constexpr = (SLAB // BLOCK_M) * ((H + BLOCK_K - 1) // BLOCK_K)
     slab = gl.program_id(0) // (STATS + TILES)
@@ -165,19 +195,13 @@ def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_
         t0, h0 = tile_origin(index - STATS, H, BLOCK_M, BLOCK_K)
         t0 += (slab - 1).to(gl.int64) * SLAB
         if t0 < T:
-            rows, cols = tile_indices(t0, h0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
-            mask = tile_mask(rows, cols, T, H)
-            x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
             needed = gl.cdiv(gl.minimum(T - t0, BLOCK_M), ROWS)
             while gl.atomic_add(done_ptr + t0 // BLOCK_M, 0, sem="acquire") < needed:
                 pass
             gl.thread_barrier()
-            rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0, cache_modifier=".cg")
-            y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, EVEN)
-            if y_ptr is not None:
-                gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
-            emit(round_through(y, dtype), t0, h0, (row_ptr, row_scale_ptr, None, row_scale_ld),
-                 (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, None, record_ptr), epsilon, T, H, SPEC, EVEN)
+            norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
+                      (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, None, record_ptr), t0, h0, T,
+                      stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class NormQuantized(NamedTuple):
@@ -275,8 +299,8 @@ def _norm_both(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
         norm_both_kernel[((-(-T // slab) + 1) * programs,)](
             x, weight, rstd, done, y, *pointers(row), *pointers(col), scaling.scale, scaling.record, T, x.stride(0),
             scale_ld(row), scale_ld(col), eps, tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset,
-            EVEN=config.even(T, H), ROWS=each, ROWS_K=rows.block_k, ROWS_C=rows.c, SLAB=slab, **spec_arguments(spec),
-            **config.options())
+            EVEN=config.even(T, H), ROWS=each, ROWS_K=rows.block_k, ROWS_C=rows.c, SLAB=slab, PART=config.rows,
+            **spec_arguments(spec), **config.options())
     return rstd
 
 
@@ -288,7 +312,7 @@ def _norm_tiles(x: Tensor, weight: Tensor, rstd: Tensor, y: Tensor | None, row: 
         norm_tiles_kernel[config.grid(T, H, x.device)](
             x, weight, rstd, y, *pointers(row), *pointers(col), *scaling, T, x.stride(0), scale_ld(row),
             scale_ld(col), tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H),
-            **spec_arguments(spec), **config.options())
+            PART=config.rows, **spec_arguments(spec), **config.options())
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

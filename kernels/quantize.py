@@ -137,7 +137,7 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     config = chosen("rows" if not col else "columns" if not row else "both" if spec.tile.block > 32 else "both of 32")
     quantize_1d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
-        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
+        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape), ROWS=config.rows,
         **spec_arguments(spec), **config.options(),
     )
 

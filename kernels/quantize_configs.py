@@ -17,6 +17,7 @@ class Config(NamedTuple):
     r, c: rows and columns of the tile that a thread owns side by side (see quantize_device).
     maxnreg: register cap a thread, 0 for none. ctas: programs a multiprocessor of kernels that walk over tiles.
     held: see `NormRows`. slab: rows whose rstd is made before the tiles of the rows before them, in one launch; 0: two.
+    rows: how many rows of a tile are worked on at a time (r of them a thread); 0: all of them.
     """
 
     block_m: int
@@ -28,6 +29,7 @@ class Config(NamedTuple):
     ctas: int = 0
     held: bool = False
     slab: int = 0
+    rows: int = 0
 
     def options(self) -> dict:
         """The keyword arguments of a launch."""
@@ -72,62 +74,76 @@ class NormRows(NamedTuple):
 
 CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
     # The first one is used. The others were timed beside it, and are held to the same bytes by tests.
-    "rows": (Config(32, 128, 4), Config(64, 128, 4, r=2), Config(32, 256, 4)),
-    "columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=64), Config(128, 64, 8, r=4, c=8)),
+    "rows": (Config(32, 128, 4), Config(32, 256, 4), Config(32, 128, 8, c=8)),
+    "columns": (
+        Config(128, 64, 4, r=8, c=8),
+        Config(128, 64, 4, r=1, c=8, rows=32),
+        Config(128, 128, 8, r=1, c=8, rows=32),
+        Config(128, 128, 8, r=1, c=16, rows=32),
+    ),
     "both": (
         Config(128, 128, 8, r=4),
-        Config(128, 128, 8, r=4, maxnreg=80),
-        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, r=1, rows=32),
+        Config(128, 128, 8, r=1, rows=32, maxnreg=80),
+        Config(128, 128, 8, r=1, rows=32, maxnreg=64),
     ),
     # Quantization tiles of at most 32.
-    "both of 32": (Config(64, 128, 4, r=4), Config(64, 128, 4, r=4, maxnreg=80), Config(128, 128, 8, r=4, maxnreg=80)),
-    "squares": (Config(128, 128, 8, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
-    "amax": (Config(1, 4096, 4, ctas=8), Config(1, 4096, 4, ctas=16)),
+    "both of 32": (Config(64, 128, 4, r=4), Config(64, 128, 4, rows=32), Config(128, 128, 8, rows=32)),
+    "squares": (Config(128, 128, 8, r=8, c=8), Config(128, 128, 8, r=4)),
+    "amax": (Config(1, 4096, 4, ctas=8),),
     "amax strided": (Config(64, 128, 8, ctas=4),),
-    "cast": (Config(1, 4096, 4),),
-    "cast transposed": (Config(128, 128, 8, r=4), Config(128, 128, 8, r=4, maxnreg=64)),
-    "grouped": (Config(128, 128, 8, r=4), Config(128, 128, 8, r=4, maxnreg=80)),
-    "grouped rows": (Config(32, 128, 4), Config(64, 128, 4, r=2)),
-    "grouped columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
-    "derived": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80), Config(128, 128, 8, r=8, c=8)),
-    "transpose": (Config(128, 128, 4, r=8), Config(128, 128, 8, r=4)),
-    "norm rows": (
-        NormRows(64),
-        NormRows(64, held=False),
-        NormRows(64, rows=2),
-        NormRows(128),
-        NormRows(256),
-        NormRows(32, rows=2),
-        NormRows(64, maxnreg=64),
+    "cast": (Config(1, 4096, 4), Config(1, 8192, 4), Config(1, 8192, 8), Config(1, 16384, 8)),
+    "cast transposed": (Config(128, 128, 8, r=4),),
+    "grouped": (Config(128, 128, 8, r=4), Config(128, 128, 8, rows=32), Config(128, 128, 8, rows=32, maxnreg=80)),
+    "grouped rows": (Config(64, 128, 4, r=2), Config(32, 128, 4)),
+    "grouped columns": (Config(128, 64, 4, r=8, c=8), Config(128, 64, 4, c=8, rows=32), Config(128, 128, 8, rows=32)),
+    "grouped derived": (
+        Config(128, 128, 8, r=4, maxnreg=80),
+        Config(128, 128, 8, rows=32),
+        Config(128, 128, 8, rows=32, maxnreg=80),
     ),
+    "derived": (
+        Config(128, 128, 8, r=4, maxnreg=80),
+        Config(128, 64, 4, r=8, c=8),
+        Config(128, 128, 8, rows=32),
+        Config(128, 64, 4, c=16, rows=32),
+        Config(128, 64, 4, c=8, rows=32),
+        Config(128, 128, 8, rows=64, r=2),
+    ),
+    "transpose": (Config(128, 128, 4, r=8), Config(128, 128, 8, r=4)),
+    "norm rows": (NormRows(64), NormRows(64, rows=2), NormRows(32, rows=2), NormRows(128)),
     "norm both": (
         Config(128, 128, 8, r=4),
-        Config(128, 128, 8, r=4, slab=256),
         Config(128, 128, 8, r=4, slab=512),
-        Config(128, 128, 8, r=4, slab=1024),
-        Config(128, 128, 16, r=4, c=8, maxnreg=64, slab=512),
-        Config(128, 128, 8, r=4, maxnreg=80),
-        Config(128, 128, 16, r=4, c=8, maxnreg=64),
+        Config(128, 128, 8, rows=32, maxnreg=64),
+        Config(128, 128, 8, rows=32, maxnreg=64, slab=256),
+        Config(128, 128, 8, rows=32, maxnreg=64, slab=512),
+        Config(128, 128, 8, rows=32, maxnreg=64, slab=1024),
+        Config(128, 128, 8, rows=32, maxnreg=80, slab=512),
+        Config(128, 128, 8, rows=32, maxnreg=80, slab=2048),
     ),
-    "norm columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, r=4, maxnreg=80)),
-    "swiglu rows": (Config(64, 128, 8, r=2), Config(32, 128, 4), Config(32, 128, 8, c=8)),
-    "swiglu columns": (Config(128, 64, 8, r=4, c=8), Config(128, 64, 4, r=8, c=8)),
+    "norm columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, rows=32), Config(128, 64, 4, c=8, rows=32)),
+    "swiglu rows": (Config(32, 128, 8, c=8), Config(32, 128, 4), Config(64, 128, 8, c=8)),
+    "swiglu columns": (Config(128, 64, 8, r=4, c=8), Config(128, 128, 8, rows=32), Config(128, 64, 4, c=8, rows=32)),
     "swiglu both": (
-        Config(128, 128, 16, r=8, c=4),
-        Config(128, 128, 16, r=4, c=8),
         Config(128, 128, 16, r=4, c=8, maxnreg=64),
-        Config(128, 128, 8, r=4),
-        Config(128, 128, 8, r=4, maxnreg=80),
-        Config(128, 128, 8, r=8, c=8, maxnreg=96),
+        Config(128, 128, 8, rows=32),
+        Config(128, 128, 8, rows=32, maxnreg=80),
+        Config(128, 128, 8, rows=32, maxnreg=64),
+        Config(128, 128, 8, rows=16, c=8, maxnreg=64),
+        Config(128, 128, 8, rows=16, c=8, maxnreg=80),
+        Config(128, 128, 16, rows=32, c=8, maxnreg=64),
     ),
     "swiglu gradient": (
-        Config(128, 128, 16, r=8, c=4, maxnreg=64),
-        Config(128, 128, 16, r=4, c=8, maxnreg=64),
-        Config(128, 128, 8, r=4, maxnreg=128),
-        Config(128, 128, 8, r=8, c=8, maxnreg=128),
+        Config(128, 128, 8, rows=32, maxnreg=128),
+        Config(128, 128, 8, rows=32, c=8, maxnreg=128),
+        Config(128, 128, 8, rows=16, c=8, maxnreg=128),
+        Config(128, 128, 8, rows=16, c=8, maxnreg=80),
+        Config(128, 128, 16, rows=32, c=8, maxnreg=64),
+        Config(128, 128, 16, rows=64, c=16, maxnreg=64),
     ),
     # With d(fc1 output) in high precision.
-    "swiglu gradient kept": (Config(128, 128, 16, r=4, c=8), Config(128, 128, 16, r=4, c=8, maxnreg=64)),
+    "swiglu gradient kept": (Config(128, 128, 8, rows=32, maxnreg=128),),
 }
 
 

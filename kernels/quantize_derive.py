@@ -31,8 +31,9 @@ from .quantize_device import (
     tile_mask,
     tile_offsets,
     tile_origin,
+    waiting_layout,
 )
-from .quantize_emit import emit_colwise, emit_rowwise, store_transposed_bytes
+from .quantize_emit import emit_columns, emit_colwise, emit_rowwise, store_transposed_bytes
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -66,11 +67,13 @@ def add(a, b):
 def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, offsets_ptr, index_ptr, experts,
                    M, N, K, stride_m, stride_k, x_scale_stride_m, x_scale_stride_k, row_scale_ld, col_scale_ld, epsilon,
                    SPEC: gl.constexpr, EXPERTS: gl.constexpr, ALIGNMENT: gl.constexpr, DERIVED: gl.constexpr,
-                   EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-                   W: gl.constexpr):
-    """One register tile of the N result rows; the grid covers as many row tiles as `experts` experts can need."""
+                   EVEN: gl.constexpr, PART: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                   R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """One register tile of the N result rows; the grid covers as many row tiles as `experts` experts can need.
+
+    PART: 0, or how many rows are worked on at a time; for the columns' sake they then wait in shared memory.
+    """
     B: gl.constexpr = SPEC[1]
-    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     k0 = (gl.program_id(0) % gl.cdiv(K, BLOCK_K)).to(gl.int64) * BLOCK_K
     tile = (gl.program_id(0) // gl.cdiv(K, BLOCK_K)).to(gl.int64)
     if offsets_ptr is None:
@@ -81,30 +84,58 @@ def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scal
         m_end = m_end // ALIGNMENT * ALIGNMENT
     if m0 >= m_end:
         return
-    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, L)
+    row = (row_ptr, row_scale_ptr, None, row_scale_ld)
+    col = (col_ptr, col_scale_ptr, None, col_scale_ld)
+    STEP: gl.constexpr = BLOCK_M if PART == 0 else PART
+    parts = ()
+    for i in gl.static_range(0, BLOCK_M, STEP):
+        rows, valid = source_rows(index_ptr, m0 + i, m_end, M, STEP, tile_layout(STEP, BLOCK_K, R, C, W))
+        cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, tile_layout(STEP, BLOCK_K, R, C, W)))
+        mask = valid[:, None] & (cols < K)[None, :]
+        x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), mask, EVEN)
+        parts = parts + (x,)  # noqa: RUF005 (the compiler knows no unpacking here)
+    if PART != 0:
+        memory = gl.allocate_shared_memory(
+            gl.bfloat16 if parts[0].dtype == gl.bfloat16 and not DERIVED else gl.float32, (BLOCK_M, BLOCK_K),
+            waiting_layout(BLOCK_M, BLOCK_K))
+    for i in gl.static_range(len(parts)):
+        x = parts[i]
+        if x_scale_ptr is not None:
+            rows, valid = source_rows(index_ptr, m0 + i * STEP, m_end, M, STEP, layout_of(x))
+            scale = load_row_scales(x_scale_ptr, x, rows, valid, k0, K, x_scale_stride_m, x_scale_stride_k, B)
+            if row_ptr is not None:
+                copy_rows(x, scale, m0 + i * STEP, k0, row, m_end, K, B)
+            x = nonfinite_to_nan(dequantize_tile(x, scale, B))
+        else:
+            x = nonfinite_to_nan(x if x.dtype == gl.bfloat16 else x.to(gl.float32))
+            if row_ptr is not None:
+                y, stored = emit_rowwise(x, m0 + i * STEP, k0, row, epsilon, m_end, K, SPEC, EVEN)
+                if DERIVED:
+                    x = nonfinite_to_nan(dequantize_tile(fp8_of(y, SPEC[0], layout_of(x)), stored, B))
+        if PART != 0:
+            memory.slice(i * STEP, STEP).store(x)
+        elif col_ptr is not None:
+            emit_colwise(x, m0, k0, col, first_block, epsilon, N, m_end, K, SPEC, EVEN)
+    if PART != 0:
+        emit_columns(memory, m0, k0, col, first_block, epsilon, N, m_end, K, SPEC, EVEN)
+
+
+@jit
+def source_rows(index_ptr, m0, m_end, M, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows of the input, which of them exist) for ROWS result rows."""
+    rows = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     valid = rows < m_end
     if index_ptr is not None:
         rows = gl.load(index_ptr + rows, mask=valid, other=-1).to(gl.int64)
         valid = (rows >= 0) & (rows < M)
-    ptrs = x_ptr + tile_offsets(rows, cols, stride_m, stride_k)
-    x = load_or_zero(ptrs, valid[:, None] & (cols < K)[None, :], EVEN)
-    row = (row_ptr, row_scale_ptr, None, row_scale_ld)
-    if x_scale_ptr is not None:
-        scale = load_row_scales(x_scale_ptr, x, rows, valid, k0, K, x_scale_stride_m, x_scale_stride_k, B)
-        if row_ptr is not None:
-            copy_rows(x, scale, m0, k0, row, m_end, K, B)
-        x = nonfinite_to_nan(dequantize_tile(x, scale, B))
-    else:
-        x = nonfinite_to_nan(x if x.dtype == gl.bfloat16 else x.to(gl.float32))
-        if row_ptr is not None:
-            y, stored = emit_rowwise(x, m0, k0, row, epsilon, m_end, K, SPEC, EVEN)
-            if DERIVED:
-                FP8: gl.constexpr = gl.float8e4nv if SPEC[0] == 448.0 else gl.float8e5
-                q = gl.convert_layout(cast_fp8(y, SPEC[0]), L).to(FP8, bitcast=True)
-                x = nonfinite_to_nan(dequantize_tile(q, stored, B))
-    if col_ptr is not None:
-        emit_colwise(x, m0, k0, (col_ptr, col_scale_ptr, None, col_scale_ld), first_block, epsilon, N, m_end, K, SPEC,
-                     EVEN)
+    return rows, valid
+
+
+@jit
+def fp8_of(y, FMAX: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scaled values as FP8."""
+    FP8: gl.constexpr = gl.float8e4nv if FMAX == 448.0 else gl.float8e5
+    return gl.convert_layout(cast_fp8(y, FMAX), LAYOUT).to(FP8, bitcast=True)
 
 
 @jit
@@ -175,8 +206,12 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
     col = allocate(K, N, spec, x.device) if colwise else None
     if experts and col:
         col = (col[0], allocate_scales(K, N // spec.tile.block + experts, "1d", col[1].dtype, x.device))
-    name = "derived" if stored else "grouped" if colwise else "grouped rows"
-    config = chosen(name if rowwise or stored else "grouped columns")
+    if not colwise:
+        config = chosen("grouped rows")
+    elif stored:
+        config = chosen("derived")
+    else:
+        config = chosen("grouped columns" if not rowwise else "grouped derived" if derived else "grouped")
     row_tiles = N // config.block_m + experts if experts else -(-N // config.block_m)
     if N and K:
         grouped_kernel[(row_tiles * -(-K // config.block_k),)](
@@ -184,7 +219,8 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
             M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
             tile_epsilon(spec),
             EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment, DERIVED=derived and colwise,
-            EVEN=not experts and index is None and config.even(N, K), **spec_arguments(spec), **config.options())
+            EVEN=not experts and index is None and config.even(N, K), PART=config.rows,
+            **spec_arguments(spec), **config.options())
     return row, col
 
 

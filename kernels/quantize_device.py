@@ -70,6 +70,39 @@ def columns_layout(rows, columns, C, W):
 
 
 @constexpr_function
+def _bits(first, last, dimension):
+    """Basis vectors of the index bits [first, last) of one dimension."""
+    return [[1 << i, 0] if dimension == 0 else [0, 1 << i] for i in range(first, last)]
+
+
+@constexpr_function
+def column_layout(BLOCK_M, BLOCK_K, W, ROWS_FIRST):
+    """[BLOCK_M, BLOCK_K] by columns: a thread owns two columns, 16 rows of each together, a warp whole columns.
+
+    So amaxes of columns stay inside a warp, and bytes leave 16 rows of a column at a time, 64 or 128 side by side.
+    ROWS_FIRST: the same thread owns the same elements, its registers counted along the rows first.
+    """
+    m, k, w = BLOCK_M.bit_length() - 1, BLOCK_K.bit_length() - 1, W.bit_length() - 1
+    lanes_m = min(2, m - 4)
+    lanes_k = 5 - lanes_m
+    rows, more = _bits(0, 4, 0), _bits(4 + lanes_m, m, 0)
+    lanes = _bits(1, 1 + lanes_k, 1) + _bits(4, 4 + lanes_m, 0)
+    warps = _bits(1 + lanes_k, min(k, 1 + lanes_k + w), 1)
+    more_columns = _bits(1 + lanes_k + len(warps), k, 1)
+    while len(warps) < w:  # a tile of few columns: warps share them
+        warps.append(more.pop())
+    registers = rows + more + _bits(0, 1, 1) if ROWS_FIRST else _bits(0, 1, 1) + rows + more
+    return gl.DistributedLinearLayout(registers + more_columns, lanes, warps, [], [BLOCK_M, BLOCK_K])
+
+
+@constexpr_function
+def waiting_layout(BLOCK_M, BLOCK_K):
+    """Shared memory of a tile that is written by rows and read in `column_layout`: 16 elements between every 16 rows,
+    so that the rows which the lanes of a warp read lie in different banks."""
+    return gl.PaddedSharedLayout.with_identity_for([[16 * BLOCK_K, 16]], [BLOCK_M, BLOCK_K], [1, 0])
+
+
+@constexpr_function
 def transposed_layout(BLOCK_M, BLOCK_K, W):
     """[BLOCK_K, BLOCK_M] bytes, 16 along M a thread."""
     lanes = BLOCK_M // 16

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
     cast_fp8,
+    column_layout,
     columns_a_thread,
     columns_layout,
     layout_of,
@@ -67,8 +68,10 @@ def store_transposed(ptr, y, m0, k0, M, M_end, K, FMAX: gl.constexpr, EVEN: gl.c
 @jit
 def record_amax(ptr, x):
     """Raises the FP32 at ptr to x's amax. (Bits of non-negative floats are ordered as integers; the order of maxima
-    does not matter.)"""
-    gl.atomic_max(ptr.to(gl.pointer_type(gl.int32)), max_of_all(x).to(gl.int32, bitcast=True), sem="relaxed")
+    does not matter.) Most programs see that there is nothing to raise."""
+    seen = gl.load(ptr, volatile=True)
+    amax = max_of_all(x)
+    gl.atomic_max(ptr.to(gl.pointer_type(gl.int32)), amax.to(gl.int32, bitcast=True), mask=amax > seen, sem="relaxed")
 
 
 @jit
@@ -120,6 +123,39 @@ def emit_colwise(x, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.con
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
     y = gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K))
     store_transposed(ptr, y, m0, k0, M, M_end, K, SPEC[0], EVEN, L)
+
+
+@jit
+def emit_columns(memory, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """`emit_colwise` of a tile that waits in shared memory, non-finite elements already NaN."""
+    B: gl.constexpr = SPEC[1]
+    BLOCK_M: gl.constexpr = memory.shape[0]
+    BLOCK_K: gl.constexpr = memory.shape[1]
+    G: gl.constexpr = BLOCK_M // B
+    ptr, scale_ptr, amax_ptr, ld = col
+    x = memory.load(column_layout(BLOCK_M, BLOCK_K, gl.num_warps(), False))
+    amax = to_f32(max_of_rows(magnitude(x), 16))
+    amax = gl.max(gl.reshape(amax, (G, B // 16, BLOCK_K)), axis=1)
+    b = first_block + gl.arange(0, G, layout=gl.SliceLayout(1, layout_of(amax)))
+    k = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout_of(amax)))
+    mask = tile_mask(b, k, first_block + (M_end - m0 + B - 1) // B, K)
+    if amax_ptr is not None:
+        amax = gl.load(amax_ptr + tile_offsets(b, k, K, 1), mask=mask, other=0.0)
+    scale, stored = scale_from_amax(amax, epsilon, SPEC[0], SPEC[2])
+    store(scale_ptr + tile_offsets(b, k, ld, 1), stored, mask, EVEN)
+    x = gl.reshape(to_f32(x), (G, B, BLOCK_K))
+    scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
+    store_columns(ptr, gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K)), m0, k0, M, M_end, K, SPEC[0], EVEN)
+
+
+@jit
+def store_columns(ptr, y, m0, k0, M, M_end, K, FMAX: gl.constexpr, EVEN: gl.constexpr):
+    """Casts scaled values y in `column_layout` and writes them to [K, M]; only rows below M_end."""
+    L: gl.constexpr = column_layout(y.shape[0], y.shape[1], gl.num_warps(), True)
+    q = gl.permute(cast_fp8(gl.convert_layout(y, L), FMAX), (1, 0))
+    cols = k0 + gl.arange(0, q.shape[0], layout=gl.SliceLayout(1, layout_of(q)))
+    rows = m0 + gl.arange(0, q.shape[1], layout=gl.SliceLayout(0, layout_of(q)))
+    store(ptr + tile_offsets(cols, rows, M, 1), q, tile_mask(cols, rows, K, M_end), EVEN)
 
 
 @jit
@@ -201,3 +237,25 @@ def emit(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: g
         emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC, EVEN)
     else:
         emit_1d(x, m0, k0, row, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
+
+
+@jit
+def emit_part(x, m0, k0, row, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """The rowwise side of `emit` for some rows of a tile that is not complete yet."""
+    if SPEC[1] == 0:
+        emit_tensor(x, m0, k0, row, (None, None, None, 0), tensor, epsilon, M, K, SPEC, EVEN)
+    elif row[0] is not None:
+        emit_rowwise(x, m0, k0, row, epsilon, M, K, SPEC, EVEN)
+
+
+@jit
+def emit_rest(memory, m0, k0, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """The colwise side of `emit` for a tile that waits in shared memory."""
+    if SPEC[1] != 0:
+        emit_columns(memory, m0, k0, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
+    else:
+        scale, stored = tensor_scale(tensor[0], tensor[1], epsilon, SPEC)
+        if m0 + k0 == 0:
+            gl.store(col[1], stored)
+        x = memory.load(column_layout(memory.shape[0], memory.shape[1], gl.num_warps(), False))
+        store_columns(col[0], to_f32(x) * scale, m0, k0, M, M, K, SPEC[0], EVEN)

@@ -21,23 +21,39 @@ from .quantize_device import (
     tile_offsets,
     tile_origin,
     to_f32,
+    waiting_layout,
 )
-from .quantize_emit import emit_1d, emit_2d
+from .quantize_emit import emit_1d, emit_2d, emit_columns, emit_rowwise
 
 
 @jit
 def quantize_1d_kernel(x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col_scale_ptr, col_amax_ptr, noop_ptr,
                        M, K, stride_m, stride_k, row_scale_ld, col_scale_ld, epsilon, SPEC: gl.constexpr,
-                       EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
-                       C: gl.constexpr, W: gl.constexpr):
+                       EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                       R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     if noop_ptr is not None:  # noqa: SIM102 (the first `if` is decided at compile time)
         if gl.load(noop_ptr) != 0:
             return
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
-    x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
-    emit_1d(x, m0, k0, (row_ptr, row_scale_ptr, row_amax_ptr, row_scale_ld),
-            (col_ptr, col_scale_ptr, col_amax_ptr, col_scale_ld), m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
+    row = (row_ptr, row_scale_ptr, row_amax_ptr, row_scale_ld)
+    col = (col_ptr, col_scale_ptr, col_amax_ptr, col_scale_ld)
+    if ROWS == 0:
+        rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+        x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN)
+        emit_1d(x, m0, k0, row, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
+    else:
+        PART: gl.constexpr = tile_layout(ROWS, BLOCK_K, R, C, W)
+        parts = ()
+        for i in gl.static_range(0, BLOCK_M, ROWS):
+            rows, cols = tile_indices(m0 + i, k0, ROWS, BLOCK_K, PART)
+            parts = parts + (load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN),)  # noqa: RUF005
+        memory = gl.allocate_shared_memory(parts[0].dtype, (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
+        for i in gl.static_range(len(parts)):
+            memory.slice(i * ROWS, ROWS).store(parts[i])
+        emit_columns(memory, m0, k0, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
+        if row_ptr is not None:
+            for i in gl.static_range(len(parts)):
+                emit_rowwise(parts[i], m0 + i * ROWS, k0, row, epsilon, M, K, SPEC, EVEN)
 
 
 @jit

@@ -1,6 +1,6 @@
 """The kernels of `swiglu_quantize`: one register tile a program."""
 
-from triton.experimental.gluon import jit
+from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
@@ -9,7 +9,6 @@ from .quantize_device import (
     load_f32,
     load_or_zero,
     load_row_scales,
-    nonfinite_to_nan,
     round_through,
     tile_indices,
     tile_layout,
@@ -18,8 +17,9 @@ from .quantize_device import (
     tile_origin,
     to_compute_dtype,
     to_f32,
+    waiting_layout,
 )
-from .quantize_emit import emit
+from .quantize_emit import emit, emit_part, emit_rest
 
 
 @jit
@@ -63,6 +63,12 @@ def swiglu_grad(dy, gate, up):
     return ds * (up * (1.0 + gate * (1.0 - s))), ds * gate, (gate * s) * up
 
 
+@constexpr_function
+def rounded(dtype):
+    """What `round_through` returns."""
+    return gl.bfloat16 if dtype == gl.bfloat16 else gl.float32
+
+
 @jit
 def load_half(x_ptr, scale_ptr, rows, cols, valid, k0, T, F, stride_t, scale_stride_t, scale_stride_b,
               X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr):
@@ -84,14 +90,11 @@ def load_half(x_ptr, scale_ptr, rows, cols, valid, k0, T, F, stride_t, scale_str
 
 
 @jit
-def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, row_ptr,
-                  row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F, row_scale_ld,
-                  col_scale_ld, epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
-                  SPEC: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-                  R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
-    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
-    rows, cols = tile_indices(t0, f0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, t0, f0, T, F,
+                X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr,
+                ROWS: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
+    """ROWS rows of SwiGLU's output in FP32; also written to y_ptr where given."""
+    rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
     valid = (cols < F)[None, :]
     gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t, x_scale_stride_b,
                      X_BLOCK, X_ALIGNED, dtype, EVEN)
@@ -102,15 +105,38 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
         y *= load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
     if y_ptr is not None:
         gl.store(y_ptr + tile_offsets(rows, cols, F, 1), to_compute_dtype(y, dtype), mask=tile_mask(rows, cols, T, F))
-    emit(round_through(y, dtype), t0, f0, (row_ptr, row_scale_ptr, None, row_scale_ld),
-         (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), epsilon, T, F, SPEC, EVEN)
+    return y
 
 
 @jit
-def waited(memory, LAYOUT: gl.constexpr):
-    """A rounded result back from shared memory, as `emit` takes it."""
-    x = memory.load(LAYOUT)
-    return nonfinite_to_nan(x if x.dtype == gl.bfloat16 else x.to(gl.float32))
+def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, row_ptr,
+                  row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F, row_scale_ld,
+                  col_scale_ld, epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+                  SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
+                  BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """ROWS: 0, or how many rows of the tile are made at a time; for the columns' sake they then wait in shared
+    memory."""
+    dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
+    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    row = (row_ptr, row_scale_ptr, None, row_scale_ld)
+    col = (col_ptr, col_scale_ptr, None, col_scale_ld)
+    tensor = (scale_ptr, amax_ptr, record_ptr)
+    if ROWS == 0:
+        y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, t0, f0,
+                        T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, BLOCK_M, BLOCK_K,
+                        tile_layout(BLOCK_M, BLOCK_K, R, C, W))
+        emit(round_through(y, dtype), t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
+    else:
+        ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
+        for i in gl.static_range(0, BLOCK_M, ROWS):
+            y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr,
+                            t0 + i, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, ROWS, BLOCK_K,
+                            tile_layout(ROWS, BLOCK_K, R, C, W))
+            y = round_through(y, dtype)
+            emit_part(y, t0 + i, f0, row, tensor, epsilon, T, F, SPEC, EVEN)
+            ys.slice(i, ROWS).store(y)
+        if col_ptr is not None:
+            emit_rest(ys, t0, f0, col, tensor, epsilon, T, F, SPEC, EVEN)
 
 
 @jit
@@ -119,45 +145,57 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
                        record_ptr, y_col_ptr, y_col_scale_ptr, y_scale_ptr, y_amax_ptr, T, F, stride_dy, row_scale_ld,
                        col_scale_ld, y_scale_ld, epsilon, y_epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr,
                        DTYPE: gl.constexpr, SPEC: gl.constexpr, Y_SPEC: gl.constexpr, EVEN: gl.constexpr,
-                       BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-                       W: gl.constexpr):
-    """Three results of one tile are quantized one after the other; those that wait do so in shared memory.
+                       ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                       C: gl.constexpr, W: gl.constexpr):
+    """Three results of one tile are made ROWS rows at a time; for the columns' sake they wait in shared memory.
 
-    In registers they would leave room for only one program a multiprocessor. A tile of one half is a tile of the whole
-    [T, 2f] only if f is a multiple of the tile's width; otherwise the host asks for dx alone.
+    A tile of one half is a tile of the whole [T, 2f] only if f is a multiple of the tile's width; otherwise the host
+    asks for dx alone.
     """
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
-    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
-    WAITING: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    L: gl.constexpr = tile_layout(ROWS, BLOCK_K, R, C, W)
+    WAITING: gl.constexpr = waiting_layout(BLOCK_M, BLOCK_K)
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
-    rows, cols = tile_indices(t0, f0, BLOCK_M, BLOCK_K, L)
-    mask = tile_mask(rows, cols, T, F)
-    valid = (cols < F)[None, :]
-    dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
-    gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t, x_scale_stride_b,
-                     X_BLOCK, X_ALIGNED, dtype, EVEN)
-    up = load_half(x_ptr, x_scale_ptr, rows, cols + F, valid, f0 + F, T, F, stride_t, x_scale_stride_t,
-                   x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
-    if weights_ptr is not None:
-        weights = load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
-        d_gate, d_up, y = swiglu_grad(dy * weights, gate, up)
-        if partial_ptr is not None:
-            gl.store(partial_ptr + (f0 // BLOCK_K) * T + rows, gl.sum(dy * y, axis=1), mask=rows < T)
-        y *= weights
-    else:
-        d_gate, d_up, y = swiglu_grad(dy, gate, up)
-    d_gate = to_compute_dtype(d_gate, dtype)
-    d_up = to_compute_dtype(d_up, dtype)
-    if dx_ptr is not None:
-        gl.store(dx_ptr + tile_offsets(rows, cols, 2 * F, 1), d_gate, mask=mask)
-        gl.store(dx_ptr + tile_offsets(rows, cols + F, 2 * F, 1), d_up, mask=mask)
-    d_gate = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_gate)
-    d_up = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), WAITING, d_up)
-    if y_col_ptr is not None:
-        emit(round_through(y, dtype), t0, f0, (None, None, None, 0), (y_col_ptr, y_col_scale_ptr, None, y_scale_ld),
-             (y_scale_ptr, y_amax_ptr, None), y_epsilon, T, F, Y_SPEC, EVEN)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
     tensor = (scale_ptr, amax_ptr, record_ptr)
-    emit(waited(d_gate, L), t0, f0, row, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)
-    emit(waited(d_up, L), t0, f0 + F, row, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+    if col_ptr is not None:
+        d_gates = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+        d_ups = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+    if y_col_ptr is not None:
+        ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+    for i in gl.static_range(0, BLOCK_M, ROWS):
+        rows, cols = tile_indices(t0 + i, f0, ROWS, BLOCK_K, L)
+        mask = tile_mask(rows, cols, T, F)
+        valid = (cols < F)[None, :]
+        dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
+        gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t,
+                         x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
+        up = load_half(x_ptr, x_scale_ptr, rows, cols + F, valid, f0 + F, T, F, stride_t, x_scale_stride_t,
+                       x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
+        if weights_ptr is not None:
+            weights = load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
+            d_gate, d_up, y = swiglu_grad(dy * weights, gate, up)
+            if partial_ptr is not None:
+                gl.store(partial_ptr + (f0 // BLOCK_K) * T + rows, gl.sum(dy * y, axis=1), mask=rows < T)
+            y *= weights
+        else:
+            d_gate, d_up, y = swiglu_grad(dy, gate, up)
+        if dx_ptr is not None:
+            gl.store(dx_ptr + tile_offsets(rows, cols, 2 * F, 1), to_compute_dtype(d_gate, dtype), mask=mask)
+            gl.store(dx_ptr + tile_offsets(rows, cols + F, 2 * F, 1), to_compute_dtype(d_up, dtype), mask=mask)
+        d_gate = round_through(d_gate, dtype)
+        d_up = round_through(d_up, dtype)
+        emit_part(d_gate, t0 + i, f0, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+        emit_part(d_up, t0 + i, f0 + F, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+        if col_ptr is not None:
+            d_gates.slice(i, ROWS).store(d_gate)
+            d_ups.slice(i, ROWS).store(d_up)
+        if y_col_ptr is not None:
+            ys.slice(i, ROWS).store(round_through(y, dtype))
+    if y_col_ptr is not None:
+        emit_rest(ys, t0, f0, (y_col_ptr, y_col_scale_ptr, None, y_scale_ld), (y_scale_ptr, y_amax_ptr, None),
+                  y_epsilon, T, F, Y_SPEC, EVEN)
+    if col_ptr is not None:
+        emit_rest(d_gates, t0, f0, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+        emit_rest(d_ups, t0, f0 + F, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)

@@ -159,7 +159,7 @@ def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored
         swiglu_kernel[config.grid(T, F, gated.data.device)](
             *gated.arguments(), weights, y, *pointers(row), *pointers(col), *scaling, T, F, scale_ld(row),
             scale_ld(col), tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F),
-            **gated.options(), **_spec_or_none(spec), **config.options())
+            ROWS=config.rows, **gated.options(), **_spec_or_none(spec), **config.options())
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -176,7 +176,7 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
             *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
             tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
             EVEN=config.even(T, F), **gated.options(), **_spec_or_none(spec),
-            Y_SPEC=_spec_or_none(y_spec)["SPEC"], **config.options())
+            Y_SPEC=_spec_or_none(y_spec)["SPEC"], ROWS=config.rows, **config.options())
     return partials.sum(0) if partials is not None else None
 
 

@@ -10,7 +10,7 @@ from tests.gpu.test_quantize_fused import gates
 
 pytestmark = needs_device
 
-SHAPES = [(256, 512), (200, 304)] if not EMULATING else [(130, 144)]
+SHAPES = [(256, 512), (200, 304)] if not EMULATING else [(136, 144)]
 
 
 def quantized(name: str, *orientations: bool):
@@ -91,6 +91,7 @@ CALLS = {
     "grouped": grouped(True, True, alignment=8),
     "grouped rows": grouped(True, False),
     "grouped columns": grouped(False, True),
+    "grouped derived": grouped(True, True, alignment=8, derived=True),
     "derived": derived,
     "transpose": transposed,
     "norm rows": norm(True, False),

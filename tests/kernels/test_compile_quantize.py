@@ -20,6 +20,7 @@ ROWS = torch.empty(64, 8192, dtype=torch.bfloat16)
 HIDDEN = torch.empty(128, 7168, dtype=torch.bfloat16)
 WEIGHT = torch.empty(7168, dtype=torch.bfloat16)
 OFFSETS = torch.zeros(9, dtype=torch.int64)
+INDEX = torch.zeros(256, dtype=torch.int64)
 ONE = torch.ones(1)
 FLAG = torch.zeros(1, dtype=torch.int32)
 BYTES = quantize.allocate(256, 1024, BLOCKWISE, X.device)
@@ -37,11 +38,16 @@ LAUNCHES = {
     "weights": lambda: quantize.quantize(X, SQUARES, True, True, noop=FLAG),
     "weights mxfp8": lambda: quantize.quantize(X, SQUARES_32, True, True),
     "tensorwise": lambda: quantize.quantize(ROWS, TENSORWISE),
+    "tensorwise strided": lambda: quantize.quantize(ROWS[:, :4096], TENSORWISE),
     "tensorwise both": lambda: quantize.quantize(X, TENSORWISE, True, True),
     "delayed": lambda: quantize.quantize(ROWS, TENSORWISE, scale=ONE, amax_out=ONE),
     "tile amaxes": lambda: quantize.amax(X, BLOCKWISE.tile),
     "grouped": lambda: quantize_derive.quantize_grouped(X, OFFSETS, BLOCKWISE, alignment=16),
+    "grouped rows": lambda: quantize_derive.quantize_grouped(X, OFFSETS, BLOCKWISE, True, False, index=INDEX),
     "grouped columns": lambda: quantize_derive.quantize_grouped(X, OFFSETS, BLOCKWISE, False, alignment=16),
+    "grouped derived": lambda: quantize_derive.quantize_grouped(
+        X, OFFSETS, BLOCKWISE, alignment=16, index=INDEX, derived=True
+    ),
     "derived": lambda: quantize_derive.derive_colwise(*BYTES, BLOCKWISE),
     "transpose": lambda: quantize_derive.transpose(BYTES[0]),
     "norm rows": lambda: norm_quantize.rms_norm_quantize(HIDDEN, WEIGHT, BLOCKWISE),
@@ -57,8 +63,35 @@ LAUNCHES = {
 }
 
 
+# What else is in the table of configurations, by the launch that uses the entry.
+ENTRIES = {
+    "both of 32": "both mxfp8",
+    "squares": "weights",
+    "amax": "tensorwise",
+    "amax strided": "tensorwise strided",
+    "cast": "tensorwise",
+    "cast transposed": "tensorwise both",
+}
+OTHERS = [(entry, i) for entry, configs in quantize_configs.CONFIGS.items() for i in range(1, len(configs))]
+
+
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_compiles_for_hopper_without_spills(launch):
+    check(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "index"), OTHERS, ids=lambda value: str(value).replace(" ", "_"))
+def test_every_other_configuration_compiles_without_spills(entry, index):
+    with quantize_configs.using(entry, quantize_configs.CONFIGS[entry][index]):
+        check(LAUNCHES[ENTRIES.get(entry, entry)])
+
+
+def test_every_entry_of_the_table_is_launched():
+    assert {ENTRIES.get(entry, entry) for entry in quantize_configs.CONFIGS} <= LAUNCHES.keys()
+
+
+def check(launch):
     with testing.captured_launches() as launches:
         launch()
     assert launches
