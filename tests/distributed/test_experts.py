@@ -1,12 +1,13 @@
 """Expert parallelism equals one process: gradients, norms, counts, bias updates, losses, in every layout."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megafp8.parallel import Axis
-from tests.distributed.layouts import Layout, compare, distance, run_layout, train
+from tests.distributed.layouts import Layout, Run, assemble, compare, distance, run_layout, train
 from tests.distributed.test_families import EXPERTS, biases
 
 LAYOUTS = [
@@ -105,3 +106,58 @@ def test_fp8_gradients_of_outputs_stay_near(pool):
         for name, (_, _, grad) in plain.grads.items():
             assert distance(rounded.grads[name][2], grad) < 0.05, name
         assert fewer["torch.uint8"] == 2 * sent["torch.uint8"]
+
+
+SHARED = {"moe_shared_expert_overlap": True}
+CHANGES = {
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "recomputed experts": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "overlap": SHARED,
+    "overlap, recomputed": SHARED | {"recompute_granularity": "selective", "recompute_modules": ("shared_experts",)},
+    "buckets": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    "primary": {"use_distributed_optimizer": True, "fp8_param_gather": True},
+    "zero-bubble": {"pipeline_schedule": "zero-bubble"},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(pool_of_module):
+    """Of each layout: the run of every rank."""
+    model = FP8 | {"moe_fp8_dispatch": True, "num_layers": 2}
+    layouts = (Layout(dp=2, ep=2), Layout(dp=2, ep=2, pp=2))
+    return {layout: pool_of_module.run_on(layout.world, train, model, layout, 2) for layout in layouts}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_no_bit(pool, plain, name):
+    """CASES 22, 23: the same tokens to the same experts again; nothing depends on what else goes on."""
+    layout = Layout(dp=2, ep=2, pp=2 if name == "zero-bubble" else 1)
+    schedule = CHANGES[name].get("pipeline_schedule")
+    changed = replace(layout, schedule=schedule) if schedule else layout
+    model = FP8 | {"moe_fp8_dispatch": True, "num_layers": 2} | CHANGES[name]
+    runs = pool.run_on(layout.world, train, model, changed, 2)
+    for before, after in zip(plain[layout], runs, strict=True):
+        assert before.losses == after.losses
+        assert before.norms == after.norms
+    if not model.get("use_distributed_optimizer"):
+        pairs = zip(plain[layout], runs, strict=True)
+    else:  # shards are put together
+        pairs = [(Run(grads=whole(plain[layout], "grads")), Run(grads=whole(runs, "grads")))]
+    for before, after in pairs:
+        for key, part in before.grads.items():
+            assert torch.equal(part[2], after.grads[key][2]), key
+
+
+def whole(runs: list[Run], what: str) -> dict:
+    return {name: ((), (), value) for name, value in assemble([getattr(run, what) for run in runs]).items()}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_one_scale_a_tensor(pool, recipe):
+    """Each expert's own, over the ranks that hold it; near one process, as scales see other rows together."""
+    model = FP8 | {"fp8_format": "hybrid", "fp8_recipe": recipe, "num_experts": 4}
+    expected = run_layout(pool, model, Layout(), 2)
+    actual = run_layout(pool, model, Layout(dp=2, ep=2), 2)
+    assert actual.losses == pytest.approx(expected.losses, rel=2e-3)
+    for name in ("layers.0.mlp.experts.3.fc1.weight", "layers.0.mlp.router.weight"):
+        assert distance(actual.grads[name], expected.grads[name]) < 0.2, name
