@@ -19,7 +19,7 @@ from .quantize_device import (
     to_f32,
     waiting_layout,
 )
-from .quantize_emit import emit, emit_part, emit_rest
+from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise
 
 
 @jit
@@ -90,16 +90,22 @@ def load_half(x_ptr, scale_ptr, rows, cols, valid, k0, T, F, stride_t, scale_str
 
 
 @jit
-def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, t0, f0, T, F,
-                X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr,
+def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep,
+                keep_epsilon, KEEP_SPEC: gl.constexpr, t0, f0, T, F, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr,
                 ROWS: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """ROWS rows of SwiGLU's output in FP32; also written to y_ptr where given."""
+    """ROWS rows of SwiGLU's output in FP32; also written to y_ptr where given.
+
+    keep: where fc1's output goes as FP8 bytes (nowhere if its data pointer is None), as `emit_rowwise` takes it.
+    """
     rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
     valid = (cols < F)[None, :]
     gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t, x_scale_stride_b,
                      X_BLOCK, X_ALIGNED, dtype, EVEN)
     up = load_half(x_ptr, x_scale_ptr, rows, cols + F, valid, f0 + F, T, F, stride_t, x_scale_stride_t,
                    x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
+    if keep[0] is not None:
+        emit_rowwise(round_through(gate, dtype), t0, f0, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
+        emit_rowwise(round_through(up, dtype), t0, f0 + F, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
     y = swiglu(gate, up)
     if weights_ptr is not None:
         y *= load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
@@ -109,11 +115,11 @@ def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b
 
 
 @jit
-def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, row_ptr,
-                  row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F, row_scale_ld,
-                  col_scale_ld, epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
-                  SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
-                  BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep_ptr,
+                  keep_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F,
+                  keep_scale_ld, row_scale_ld, col_scale_ld, keep_epsilon, epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+                  KEEP_SPEC: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr,
+                  BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """ROWS: 0, or how many rows of the tile are made at a time; for the columns' sake they then wait in shared
     memory."""
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
@@ -121,16 +127,17 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
     tensor = (scale_ptr, amax_ptr, record_ptr)
+    keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
     if ROWS == 0:
-        y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, t0, f0,
-                        T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, BLOCK_M, BLOCK_K,
+        y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep,
+                        keep_epsilon, KEEP_SPEC, t0, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, BLOCK_M, BLOCK_K,
                         tile_layout(BLOCK_M, BLOCK_K, R, C, W))
         emit(round_through(y, dtype), t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
     else:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
         for i in gl.static_range(0, BLOCK_M, ROWS):
             y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr,
-                            t0 + i, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, ROWS, BLOCK_K,
+                            keep, keep_epsilon, KEEP_SPEC, t0 + i, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, ROWS, BLOCK_K,
                             tile_layout(ROWS, BLOCK_K, R, C, W))
             y = round_through(y, dtype)
             emit_part(y, t0 + i, f0, row, tensor, epsilon, T, F, SPEC, EVEN)

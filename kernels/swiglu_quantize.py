@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .quantize import BLOCK, Stored, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
+from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 from .swiglu_kernels import swiglu_grad_kernel, swiglu_kernel
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class SwigluQuantized(NamedTuple):
-    """rowwise, colwise: (data, scale_inv) of y [T, f], or None; y: compute dtype [T, f], or None."""
+    """rowwise, colwise: (data, scale_inv) of y [T, f], or None; y: compute dtype [T, f], or None; x_rowwise: fc1's
+    output [T, 2f] as bytes, or None."""
 
     rowwise: Stored | None
     colwise: Stored | None
     y: Tensor | None
+    x_rowwise: Stored | None = None
 
 
 class SwigluGradQuantized(NamedTuple):
@@ -43,13 +45,14 @@ class SwigluGradQuantized(NamedTuple):
 
 def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = None, rowwise: bool = True,
                     colwise: bool = False, high_precision: bool = False, amax: Tensor | None = None,
-                    scale: Tensor | None = None, amax_out: Tensor | None = None,
+                    scale: Tensor | None = None, amax_out: Tensor | None = None, x_spec: Spec | None = None,
                     dtype: torch.dtype = torch.bfloat16) -> SwigluQuantized:
     """silu(gate) * up of fc1's output `x [T, 2f]`, quantized under 1D or tensor tiles.
 
     x: BF16 or FP16 with contiguous rows; or (data, scale_inv) of it, rowwise 1D tiles, whose values in `dtype` are
     used.
     weights: FP32 [T], what rows are multiplied by before they are rounded. high_precision: also return y.
+    x_spec: also return fc1's output (given in high precision) as rowwise bytes under these 1D tiles, for backward.
     amax, scale, amax_out: see `TensorScaling`. Raises ValueError for other tiles, dtypes or strides.
     """
     gated = _Gated.of("swiglu_quantize", x, dtype)
@@ -61,8 +64,12 @@ def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = 
     if scaling.measures and (row or col):
         _swiglu(gated, weights, None, None, None, spec, scaling.first_pass())
         scaling = scaling.second_pass()
-    _swiglu(gated, weights, y, row, col, spec, scaling)
-    return SwigluQuantized(row, col, y)
+    keep = None
+    if x_spec is not None:
+        _check_keep(gated, x_spec)
+        keep = allocate(T, 2 * F, x_spec, gated.data.device) if F % BLOCK == 0 else quantize(gated.data, x_spec)[0]
+    _swiglu(gated, weights, y, row, col, spec, scaling, keep if F % BLOCK == 0 else None, x_spec)
+    return SwigluQuantized(row, col, y, keep)
 
 
 def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -152,14 +159,15 @@ class _Gated(NamedTuple):
 
 
 def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored | None, col: Stored | None,
-            spec: Spec | None, scaling: TensorScaling) -> None:
+            spec: Spec | None, scaling: TensorScaling, keep: Stored | None = None, x_spec: Spec | None = None) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu rows" if not col else "swiglu both" if row else "swiglu columns")
     if T and F:
         swiglu_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, y, *pointers(row), *pointers(col), *scaling, T, F, scale_ld(row),
-            scale_ld(col), tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F),
-            ROWS=config.rows, **gated.options(), **_spec_or_none(spec), **config.options())
+            *gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
+            scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
+            tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F), ROWS=config.rows,
+            KEEP_SPEC=_spec_or_none(x_spec)["SPEC"], **gated.options(), **_spec_or_none(spec), **config.options())
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -182,6 +190,12 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
 
 def _spec_or_none(spec: Spec | None) -> dict:
     return spec_arguments(spec) if spec is not None else {"SPEC": (448.0, 0, 0)}
+
+
+def _check_keep(gated: _Gated, x_spec: Spec) -> None:
+    if gated.scale_inv is not None or x_spec.tile.kind != "1d" or BLOCK % x_spec.tile.block:
+        raise ValueError(f"swiglu_quantize: x_spec needs x in high precision, and 1D tiles of a size that divides {BLOCK}, "
+                         f"got {gated.data.dtype} and {x_spec.tile}")
 
 
 def _check_grad(gated: _Gated, dy: Tensor, y_spec: Spec | None, y_amax: Tensor | None, y_scale: Tensor | None) -> None:

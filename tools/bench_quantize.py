@@ -182,6 +182,8 @@ def _producers(M: int, K: int) -> Iterator[Case]:
     yield Case("SwiGLU row+column", "swiglu", 4, 2, swiglu(BLOCKWISE, True), "swiglu both")
     yield Case("SwiGLU row+column, row weights", "swiglu", 4, 2, swiglu(BLOCKWISE, True, weights=topk), "swiglu both")
     yield Case("SwiGLU tensorwise row+column, current scaling", "swiglu", 8, 2, swiglu(TENSORWISE, True), "swiglu both")
+    keeping = swiglu(BLOCKWISE, False, x_spec=BLOCKWISE)
+    yield Case("SwiGLU row, fc1's output as bytes", "swiglu", 4, 3, keeping, "swiglu rows")
     full, tensor = {"y_spec": BLOCKWISE}, {"y_spec": TENSORWISE, "y_scale": scale}
     yield Case("SwiGLU gradient, y column", "swiglu", 6, 5, gradient(gated, BLOCKWISE, **full), "swiglu gradient")
     yield Case("SwiGLU gradient", "swiglu", 6, 4, gradient(gated, BLOCKWISE), "swiglu gradient")

@@ -145,3 +145,18 @@ def test_swiglu_of_bytes_is_that_of_their_values(shape, name):
     assert torch.equal(got.dweights, want.dweights)
     for part in ("rowwise", "colwise", "y_colwise"):
         assert_same(getattr(got, part), tuple(t.cpu() for t in getattr(want, part)), part)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES, ids=str)
+def test_swiglu_keeps_its_input_as_bytes(shape, name):
+    x, spec = gates(*shape), SPECS["blockwise"]
+    x[0, 0], x[1, 1] = float("inf"), float("nan")
+    for colwise in (False, True):
+        made = swiglu_quantize.swiglu_quantize(x.to(DEVICE), spec, colwise=colwise, x_spec=SPECS[name])
+        assert_same(made.x_rowwise, expected(x, SPECS[name], True, False)[0], "kept input")
+        plain = swiglu_quantize.swiglu_quantize(x.to(DEVICE), spec, colwise=colwise)
+        assert plain.x_rowwise is None
+        assert_same(made.rowwise, tuple(t.cpu() for t in plain.rowwise), "rowwise")
+    with pytest.raises(ValueError, match="high precision"):
+        swiglu_quantize.swiglu_quantize(made.x_rowwise, spec, x_spec=spec)
