@@ -11,7 +11,8 @@ DEEPSEEK = (
     *("--num-experts", "8", "--moe-layer-freq", "[0,1]", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "2"),
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2", "--moe-shared-expert-intermediate-size", "24"),
-    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-z-loss-coeff", "1e-3"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "1e-2", "3e-2"),
+    *("--moe-z-loss-coeff", "1e-3", "--moe-per-layer-logging"),
     *("--mtp-num-layers", "1", "--train-iters", "6", "--eval-interval", "4"),
 )
 BIAS = "model/layers.1.mlp.router.expert_bias"
@@ -69,7 +70,17 @@ def test_log_and_biases(corpus, tmp_path):
     assert torch.equal(steps, steps.round())
     assert steps.abs().max() <= 6
     for line in metrics(tmp_path)[0]:
-        assert 0.5 < line["aux_loss"] < 4  # 1 when the load is even
+        assert 0.5 < line["seq_aux_loss"] < 4  # 1 when the load is even
+        assert 0.5 < line["global_aux_loss"] < 4
+        assert line["expert_load"].keys() == {"layers.1.mlp", "mtp.0.layer.mlp"}
+        for load in line["expert_load"].values():
+            assert sum(load) == 2 * line["global_batch_size"] * 32  # tokens of a sequence, two choices each
+            assert line["expert_load_max"] >= 1 >= line["expert_load_min"]
         assert line["z_loss"] > 0
         assert 4 < line["mtp_1_loss"] < 7  # log 257 = 5.5
-    assert all("aux_loss" not in line for line in metrics(tmp_path)[1])
+    assert metrics(tmp_path)[0][0]["global_aux_loss"] == pytest.approx(1), "the first step has no counts to follow"
+    assert all("seq_aux_loss" not in line for line in metrics(tmp_path)[1])
+    shares = tensors(tmp_path / "c" / LAST)["balance/layers.1.mlp.router.shares"]
+    assert shares.dtype == torch.float32
+    assert shares.sum().item() == pytest.approx(1)
+    assert shares.std() > 0

@@ -76,6 +76,7 @@ CASES = [
     _case("deepseek-v3-eps", "DeepseekV3", DEEPSEEK, rms_norm_eps=1e-3),
     _case("deepseek-v3-yarn", "DeepseekV3", DEEPSEEK, n_shared_experts=2, norm_topk_prob=False,
           routed_scaling_factor=1.5, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}),
+    _case("deepseek-v3-three-groups", "DeepseekV3", DEEPSEEK, topk_group=3),
     _case("deepseek-v3-no-groups", "DeepseekV3", DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1,
           tie_word_embeddings=True),
 ]  # fmt: skip
