@@ -172,9 +172,10 @@ class Linear(nn.Module):
         )
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y = LinearFunction.apply(rows, self.weight, self.bias, args, *tensors)
+        if x.dim() == 2:
+            return y
         y, handed_on = y if passes_on else (y, None)
-        if x.dim() != 2:
-            y = y.view(*x.shape[:-1], self.out_features)
+        y = y.view(*x.shape[:-1], self.out_features)
         return (y, handed_on.view(x.shape)) if passes_on else y
 
     def _step(self, step: StepContext | None) -> StepContext | None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megafp8.core.transformer.norm import Norm
+from megafp8.fp8.param import Weight
 from tests.core import equalities as eq
 
 CPU = torch.device("cpu")
@@ -59,6 +60,28 @@ def test_stale_copies_show(recipe, fault):
         assert not eq.same(fresh, eq.trace(flags, CPU, steps=3))
 
 
+WAYS = {
+    "for all linears": {},
+    "by a file": {"fp8_module_recipes": "@"},
+    "but in the first and last layers": {"num_layers": 3, "first_last_layers_bf16": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_follow_the_weights_however_fp8_is_switched_on(way, tmp_path, monkeypatch):
+    """CASES 05: new bytes after each step, the same ones in its second microbatch."""
+    flags = eq.TINY | eq.RECIPES["blockwise"] | WAYS[way]
+    if "fp8_module_recipes" in flags:
+        path = tmp_path / "recipes.txt"
+        path.write_text("*=bf16\nlayers.1.*=blockwise\n")
+        flags["fp8_module_recipes"] = (f"@{path}",)
+    fresh = eq.trace(flags, CPU, steps=3, before=eq.drop_copies)
+    made, quantize = [], Weight._quantize
+    monkeypatch.setattr(Weight, "_quantize", lambda self, *args, **o: made.append(1) or quantize(self, *args, **o))
+    assert eq.same(fresh, eq.trace(flags, CPU, steps=3))
+    assert len(made) == 3 * (8 if way == "for all linears" else 4)
+
+
 def test_a_column_copy_left_by_evaluation_shows():
     flags = eq.TINY | eq.RECIPES["blockwise"]
     faulty = eq.trace(flags, CPU, steps=3, between=eq.evaluation_with_old_columns())
@@ -73,3 +96,15 @@ def test_another_value_in_the_second_pass_shows(monkeypatch):
     remake = Norm.remake
     monkeypatch.setattr(Norm, "remake", lambda self, kept, *args: remake(self, (kept[0] * 1.01, *kept[1:]), *args))
     assert not eq.same(kept, eq.trace(flags | eq.RECOMPUTE["norms"], CPU, steps=2))
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise", "tensorwise"])
+def test_fc1_output_in_fp8_changes_gradients_a_little_and_nothing_else(recipe):
+    """--activation-func-fp8-input-store: forward is the same, backward sees the rounding, also when recomputed."""
+    flags = eq.TINY | (eq.RECIPES[recipe] if recipe else {})
+    stored = flags | {"activation_func_fp8_input_store": True}
+    plain, rounded = (eq.trace(f, CPU, steps=1) for f in (flags, stored))
+    assert all(torch.equal(a, b) for a, b in zip(plain[:2], rounded[:2], strict=True))  # losses of two microbatches
+    error = (plain[2] - rounded[2]).norm() / plain[2].norm()
+    assert 1e-4 < error < 0.05
+    assert eq.same(rounded, eq.trace(stored | eq.RECOMPUTE["mlp"], CPU, steps=1))
