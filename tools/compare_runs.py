@@ -1,19 +1,27 @@
 #!/usr/bin/env python3
-"""Compares the loss curves of several runs: a table, and a picture.
+"""Compares the loss curves of several runs: a table, a verdict, and a picture or page.
 
     tools/compare_runs.py runs/bf16 runs/fp8 --output comparison.png
+    tools/compare_runs.py runs/bf16 runs/bf16-seed2 runs/blockwise runs/tensorwise --noise bf16-seed2 \\
+        --budgets blockwise=0.0025 tensorwise=0.005 --output report.html
 
 The first run is the base. The gap of a run is (its loss - base loss) / base loss over the iterations that both have:
 of the training loss as the mean over the last quarter of them (one iteration is noise), of the validation loss at the
-last common evaluation. The largest smoothed gap along the curve is shown too. Runs that saw other data or other
+last common evaluation. The largest smoothed gap along the curve is shown too, and the 95% confidence interval of the
+training gap: from the means of blocks of neighbouring iterations, whose losses hang together.
+
+A run is within its budget when both gaps are at most `budget + noise`, where the noise is the gap of the --noise run:
+the base once more with another seed. Exit code 0: all with a budget are, 1: one isn't, 2: a mistake. Runs that saw other data or other
 learning rates than the base are named: their gap is not that of the recipes alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +42,22 @@ class Run:
     valid_iterations: np.ndarray
     valid_losses: np.ndarray
     conditions: dict[int, tuple[float | None, float | None]]
+    grad_norms: np.ndarray = field(default_factory=lambda: np.array([]))
 
 
 @dataclass(frozen=True)
 class Gap:
-    """Relative differences to the base; NaN where the runs share no such point."""
+    """Relative differences to the base; NaN where the runs share no such point. interval: half the width of the 95%
+    confidence interval of `train`."""
 
     train: float
     largest: float
     valid: float
+    interval: float = math.nan
+
+    def within(self, budget: float) -> bool:
+        """False for a NaN gap (nothing in common, or a diverged run)."""
+        return abs(self.train) <= budget and abs(self.valid) <= budget
 
 
 def load_run(path: Path, label: str) -> Run:
@@ -58,6 +73,7 @@ def load_run(path: Path, label: str) -> Run:
         np.array([line["iteration"] for line in validation], dtype=int),
         np.array([line["valid_loss"] for line in validation], dtype=float),
         {line["iteration"]: (line.get("consumed_samples"), line.get("learning_rate")) for line in training},
+        np.array([line.get("grad_norm", math.nan) for line in training], dtype=float),
     )
 
 
@@ -114,13 +130,31 @@ def gap_curve(run: Run, base: Run, window: int) -> tuple[np.ndarray, np.ndarray]
     return common, (smooth(run.losses[mine], window) - reference) / reference
 
 
+def half_interval(differences: np.ndarray) -> float:
+    """Half the 95% confidence interval of the mean of a series whose neighbours hang together: the means of about
+    sqrt(n) blocks are taken as independent (batch means), with Student's t. NaN for fewer than 8 values."""
+    values = differences[np.isfinite(differences)]
+    blocks = int(len(values) ** 0.5)
+    if len(values) < 8:
+        return math.nan
+    means = np.array([part.mean() for part in np.array_split(values, blocks)])
+    return student_t(blocks - 1) * float(means.std(ddof=1)) / blocks**0.5
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, to 1%."""
+    table = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
+    return table.get(freedom, 1.96 + 2.72 / freedom)
+
+
 def gap_of(run: Run, base: Run, window: int) -> Gap:
     common, mine, theirs = np.intersect1d(run.iterations, base.iterations, return_indices=True)
-    train = largest = valid = float("nan")
+    train = largest = valid = interval = float("nan")
     if len(common):
         tail = max(1, len(common) // 4)
         reference = finite_mean(base.losses[theirs][-tail:])
         train = (finite_mean(run.losses[mine][-tail:]) - reference) / reference
+        interval = half_interval((run.losses[mine][-tail:] - base.losses[theirs][-tail:]) / reference)
         curve, half = np.abs(gap_curve(run, base, window)[1]), window // 2
         curve = curve[half : len(curve) - half] if len(curve) > 2 * half else curve
         largest = float(curve[np.isfinite(curve)].max(initial=-1.0))
@@ -129,108 +163,120 @@ def gap_of(run: Run, base: Run, window: int) -> Gap:
     if len(common):
         reference = base.valid_losses[theirs][-1]
         valid = (run.valid_losses[mine][-1] - reference) / reference
-    return Gap(float(train), largest, float(valid))
-
-
-def draw(runs: list[Run], window: int, output: Path) -> None:
-    """Loss curves above, the gap to the first run below; raw values faint, smoothed ones strong."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(9, 7), sharex=True, height_ratios=(2.2, 1), constrained_layout=True
-    )
-    for number, run in enumerate(runs):
-        colour = f"C{number}"
-        top.plot(run.iterations, run.losses, color=colour, alpha=0.3, linewidth=0.8)
-        top.plot(run.iterations, smooth(run.losses, window), color=colour, label=run.label)
-        top.plot(run.valid_iterations, run.valid_losses, color=colour, marker="o", linestyle="none", markersize=5)
-        if number:
-            x, gap = gap_curve(run, runs[0], window)
-            bottom.plot(x, 100 * gap, color=colour, label=run.label)
-    top.plot([], [], color="grey", marker="o", linestyle="none", label="validation")
-    if window > 1:
-        top.plot([], [], color="grey", label=f"training, mean over {window} iterations")
-        top.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label="training, each iteration")
-    top.set_ylabel("loss (nats a token)")
-    top.legend()
-    top.grid(alpha=0.3)
-    bottom.axhline(0, color="C0", linewidth=1)
-    bottom.set_title(f"training loss relative to {runs[0].label} (above 0: worse)", fontsize="medium")
-    bottom.set_ylabel("gap (%)")
-    bottom.set_xlabel("iteration")
-    bottom.grid(alpha=0.3)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=110)
-    plt.close(figure)
+    return Gap(float(train), largest, float(valid), interval)
 
 
 def table(runs: list[Run], gaps: list[Gap]) -> str:
     width = max(len("run"), *(len(run.label) for run in runs))
-    head = f"{'run':{width}}  iterations  train loss  valid loss  train gap  valid gap  largest gap"
+    head = f"{'run':{width}}  iterations  train loss  valid loss  train gap  valid gap  largest gap  95% of train gap"
     lines = [head, "-" * len(head)]
     for run, gap in zip(runs, gaps, strict=True):
         tail = max(1, len(run.losses) // 4)
         valid = f"{run.valid_losses[-1]:10.4f}" if len(run.valid_losses) else f"{'-':>10}"
         common = np.isin(run.valid_iterations, runs[0].valid_iterations).any()
         last = f"{gap.valid:+9.3%}" if common else f"{'-':>9}"
-        shown = f"{'(base)':>9}" if run is runs[0] else f"{gap.train:+9.3%}  {last}  {gap.largest:11.3%}"
+        spread = f"  +-{gap.interval:.3%}" if math.isfinite(gap.interval) else ""
+        shown = f"{'(base)':>9}" if run is runs[0] else f"{gap.train:+9.3%}  {last}  {gap.largest:11.3%}{spread}"
         lines.append(
             f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(run.losses[-tail:]):10.4f}  {valid}  {shown}"
         )
     return "\n".join(lines)
 
 
+def parse_budgets(texts: list[str], labels: list[str]) -> dict[str, float]:
+    """Label -> budget, from `LABEL=X`. Raises ValueError."""
+    budgets = {}
+    for text in texts:
+        label, _, value = text.rpartition("=")
+        if label not in labels:
+            raise ValueError(f"--budgets {text}: no run is called {label!r}; they are {', '.join(labels)}")
+        try:
+            budgets[label] = float(value)
+        except ValueError:
+            budgets[label] = math.nan
+        if not budgets[label] >= 0:
+            raise ValueError(f"--budgets {text}: give 0 or more")
+    return budgets
+
+
+def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float]]:
+    """(runs, label -> budget). Raises ValueError, in one line, for what is wrong."""
+    labels = args.labels or short_labels(args.runs)
+    if len(labels) != len(args.runs):
+        raise ValueError(f"--labels: {len(labels)} names for {len(args.runs)} runs; give one a run")
+    if args.window is not None and args.window < 1:
+        raise ValueError(f"--window {args.window}: give 1 (no smoothing) or more")
+    if args.max_gap is not None and not args.max_gap >= 0:
+        raise ValueError(f"--max-gap {args.max_gap}: give 0 or more")
+    if args.noise is not None and args.noise not in labels[1:]:
+        raise ValueError(
+            f"--noise {args.noise}: no run after the base is called that; they are {', '.join(labels[1:])}"
+        )
+    budgets = {} if args.max_gap is None else {n: args.max_gap for n in labels[1:] if n != args.noise}
+    budgets |= parse_budgets(args.budgets or [], labels)
+    return [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)], budgets
+
+
+def verdicts(runs: list[Run], gaps: list[Gap], budgets: dict[str, float], noise: str | None) -> list[tuple[bool, str]]:
+    """(within, line) of every run that has a budget."""
+    by_label = {run.label: gap for run, gap in zip(runs, gaps, strict=True)}
+    spread = max(abs(by_label[noise].train), abs(by_label[noise].valid)) if noise else 0.0
+    found = []
+    for label, budget in budgets.items():
+        good = by_label[label].within(budget + spread)
+        beside = f" + {spread:.3%} between seeds" if noise else ""
+        found.append((good, f"{label}: {'within' if good else 'ABOVE'} {budget:.2%}{beside}"))
+    return found
+
+
+def write_output(args: argparse.Namespace, runs: list[Run], window: int, text: str, notes: list[str]) -> None:
+    """A picture, or with the suffix .html a page. Raises OSError or ValueError (no such format)."""
+    from compare_report import draw, page
+
+    options = {"smooth": smooth, "gap_curve": gap_curve, "paths": args.runs}
+    if args.output.suffix != ".html":
+        draw(runs, window, args.output, **options)
+        return
+    picture = io.BytesIO()
+    draw(runs, window, picture, **options)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(page(f"Runs against {runs[0].label}", text, notes, picture.getvalue()), encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="--log-dir of a run; the first is the base")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="names in table and picture (default: from paths)")
-    parser.add_argument("--output", type=Path, metavar="FILE.png", help="picture to write (needs matplotlib)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="picture (.png), or page (.html), to write")
     parser.add_argument(
         "--window", type=int, metavar="N", help="iterations of smoothing (default: a fifteenth of a run, 21 at most)"
     )
     parser.add_argument(
         "--max-gap", type=float, metavar="X", help="exit with 1 when |train gap| or |valid gap| of a run is above X"
     )
+    parser.add_argument("--budgets", nargs="+", metavar="LABEL=X", help="the same for single runs, by label")
+    parser.add_argument("--noise", metavar="LABEL", help="the base with another seed: its gap is allowed on top")
     args = parser.parse_args(argv)
     try:
-        labels = args.labels or short_labels(args.runs)
-        if len(labels) != len(args.runs):
-            raise ValueError(f"--labels: {len(labels)} names for {len(args.runs)} runs; give one a run")
-        if args.window is not None and args.window < 1:
-            raise ValueError(f"--window {args.window}: give 1 (no smoothing) or more")
-        if args.max_gap is not None and not args.max_gap >= 0:
-            raise ValueError(f"--max-gap {args.max_gap}: give 0 or more")
-        runs = [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)]
+        runs, budgets = read_arguments(args)
     except ValueError as error:
         print(f"compare_runs.py: error: {error}", file=sys.stderr)
         return 2
     window = args.window or default_window(runs)
     gaps = [gap_of(run, runs[0], window) for run in runs]
-    print(table(runs, gaps))
-    for note in filter(None, (unlike_base(run, runs[0]) for run in runs[1:])):
-        print(f"note: not the same conditions: {note}")
+    text = table(runs, gaps)
+    found = verdicts(runs, gaps, budgets, args.noise)
+    unlike = filter(None, (unlike_base(run, runs[0]) for run in runs[1:]))
+    notes = [*(f"note: not the same conditions: {note}" for note in unlike), *(line for _, line in found)]
+    print("\n".join([text, *notes]))
     if args.output:
         try:
-            draw(runs, window, args.output)
+            write_output(args, runs, window, text, notes)
         except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
             print(f"compare_runs.py: error: --output {args.output}: {error}", file=sys.stderr)
             return 2
-        print(f"picture: {args.output}")
-    if args.max_gap is not None:
-        # `<=` is false for a NaN gap (nothing in common, or a diverged run), which fails too.
-        bad = [
-            run.label
-            for run, gap in zip(runs, gaps, strict=True)
-            if not (abs(gap.train) <= args.max_gap and abs(gap.valid) <= args.max_gap)
-        ]
-        if bad:
-            print(f"gap above {args.max_gap:.2%}: {', '.join(bad)}")
-            return 1
-        print(f"all gaps within {args.max_gap:.2%}")
-    return 0
+        print(f"{'page' if args.output.suffix == '.html' else 'picture'}: {args.output}")
+    return int(not all(good for good, _ in found))
 
 
 if __name__ == "__main__":

@@ -124,3 +124,58 @@ def test_mistakes_are_one_line(tmp_path, capsys, argv, word):
     (tmp_path / "file").write_text("")
     assert compare_runs.main([str(run), str(run), *(a.replace("OUT", str(tmp_path)) for a in argv)]) == 2
     assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {word}")
+
+
+def series(path: Path, level: float, seed: int, count: int = 400) -> Path:
+    """Losses about `level`, whose noise hangs together over neighbours."""
+    noise = np.convolve(np.random.default_rng(seed).normal(0, 0.02, count + 20), np.ones(20) / 20, "valid")[:count]
+    return write_run(path, {i + 1: level + float(noise[i]) for i in range(count)}, {count: level})
+
+
+def test_confidence_interval_covers_the_true_gap(tmp_path):
+    """Of correlated noise: a plain standard error would be several times too narrow."""
+    hits, widths = 0, []
+    for seed in range(40):
+        base, other = (series(tmp_path / f"{seed}{n}", 4.0, 2 * seed + n) for n in (0, 1))
+        gap = compare_runs.gap_of(compare_runs.load_run(other, "b"), compare_runs.load_run(base, "a"), window=1)
+        hits += abs(gap.train) <= gap.interval
+        widths.append(gap.interval)
+    assert 32 <= hits <= 40
+    assert max(widths) < 0.01, "so wide that it says nothing"
+    assert np.isnan(compare_runs.half_interval(np.ones(7)))
+
+
+@pytest.mark.parametrize(("level", "code"), [(4.01, 0), (4.05, 1)])
+def test_verdict_allows_the_spread_of_two_seeds(tmp_path, capsys, level, code):
+    """0.25% and what the seeds differ by, 0.1% here."""
+    runs = [write_run(tmp_path / n, dict.fromkeys(range(1, 9), v), {8: v}) for n, v in
+            (("bf16", 4.0), ("seed2", 4.004), ("blockwise", level))]  # fmt: skip
+    argv = [*map(str, runs), "--noise", "seed2", "--budgets", "blockwise=0.0025"]
+    assert compare_runs.main(argv) == code
+    assert ("within" if code == 0 else "ABOVE") + " 0.25% + 0.100% between seeds" in capsys.readouterr().out
+
+
+def test_page_holds_table_verdict_norms_and_scales(tmp_path):
+    base = series(tmp_path / "bf16", 4.0, 0, 40)
+    run = tmp_path / "fp8"
+    run.mkdir()
+    lines = [{"iteration": i, "lm_loss": 4.0, "grad_norm": 0.5} for i in range(1, 41)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scales = [{"iteration": i, "linear": "a", "role": "input", "scale_inv_median": 2.0**-i} for i in (10, 20)]
+    (run / "fp8_monitor.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scales))
+    page = tmp_path / "report.html"
+    assert compare_runs.main([str(base), str(run), "--max-gap", "0.5", "--output", str(page)]) == 1, "no evaluation"
+    text = page.read_text()
+    assert "ABOVE 50.00%" in text
+    assert "data:image/png;base64,iVBOR" in text
+    import compare_report
+
+    (x, values) = compare_report.scale_curves(run)["input"]
+    assert (x.tolist(), values.tolist()) == ([10, 20], [-10.0, -20.0])
+
+
+@pytest.mark.parametrize("argv", [["--budgets", "c=1"], ["--budgets", "b=-1"], ["--budgets", "b=x"], ["--noise", "a"]])
+def test_wrong_labels_and_budgets_are_one_line(tmp_path, capsys, argv):
+    runs = [str(write_run(tmp_path / n, {1: 4.0}, {})) for n in ("a", "b")]
+    assert compare_runs.main([*runs, *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {argv[0]} {argv[1]}: ")
