@@ -11,8 +11,9 @@ last common evaluation. The largest smoothed gap along the curve is shown too, a
 training gap: from the means of blocks of neighbouring iterations, whose losses hang together.
 
 A run is within its budget when both gaps are at most `budget + noise`, where the noise is the gap of the --noise run:
-the base once more with another seed. Exit code 0: all with a budget are, 1: one isn't, 2: a mistake. Runs that saw other data or other
-learning rates than the base are named: their gap is not that of the recipes alone.
+the base once more with another seed. Exit code 0: all with a budget are, 1: one isn't, 2: a mistake.
+
+Runs that saw other data or other learning rates than the base are named: their gap is not that of the recipes alone.
 """
 
 from __future__ import annotations

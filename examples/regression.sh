@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Does FP8 train as BF16 does? The same model on real text in BF16 (two seeds: the noise floor) and in every recipe.
+#
+#   bash examples/regression.sh prepare                corpus, tokenizer, tokens (once)
+#   bash examples/regression.sh train bf16 blockwise   some runs, one after the other; finished ones are left alone
+#   bash examples/regression.sh report                 table, verdict (exit code) and page of all runs that are there
+#
+# Runs may be made in several sessions and on several machines: copy their directories together (without checkpoints)
+# before the report. They must have read the same corpus, whose digest is in RUNS/corpus.log.
+#
+#   RUNS=DIR       where everything goes (default runs/regression)
+#   SIZE=full      111 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
+#   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
+#   MINUTES=N      stop each run after N minutes with a checkpoint; the next `train` goes on from there
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runs=${RUNS:-runs/regression} size=${SIZE:-full} data=${RUNS:-runs/regression}/data
+
+if [ "$size" = full ]; then
+    vocabulary=16384 mib=700 iterations=1150
+    MODEL=(--num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 1024)
+    BATCH=(--micro-batch-size 32 --global-batch-size 128 --lr-warmup-iters 100 --eval-interval 230 --eval-iters 16)
+else
+    vocabulary=512 mib=4 iterations=60
+    MODEL=(--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 64)
+    BATCH=(--micro-batch-size 8 --global-batch-size 8 --lr-warmup-iters 6 --eval-interval 30 --eval-iters 4)
+fi
+length=${MODEL[9]}
+MODEL+=(--max-position-embeddings "$length" --position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)
+TRAINING=(--bf16 --train-iters "$iterations" --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --weight-decay 0.1
+    --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10 --log-throughput --save-interval 100000)
+TOKENS=(--data-path "$data/tokens_text_document" --split 95,5,0 --num-workers 2
+    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model")
+
+flags() { # flags NAME: what makes a run what it is
+    local watch="--fp8-monitor-interval $((iterations / 10))"
+    local blockwise="--fp8-format e4m3 --fp8-recipe blockwise $watch" tensorwise="--fp8-format hybrid --fp8-recipe tensorwise $watch"
+    case $1 in
+    bf16) ;;
+    bf16-seed2) echo "--seed 4321" ;;
+    blockwise) echo "$blockwise" ;;
+    tensorwise) echo "$tensorwise" ;;
+    delayed) echo "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max $watch" ;;
+    mxfp8) echo "--fp8-format e4m3 --fp8-recipe mxfp8 $watch" ;;
+    # ablations
+    weight-1d) echo "$blockwise --fp8-weight-tile 1d" ;;
+    input-2d) echo "$blockwise --fp8-input-tile 2d --fp8-weight-tile 1d" ;;
+    fp32-scales) echo "$blockwise --no-fp8-power-of-two-scales" ;;
+    pow2-scales) echo "$tensorwise --fp8-power-of-two-scales" ;;
+    hybrid) echo "--fp8-format hybrid --fp8-recipe blockwise $watch" ;;
+    e4m3) echo "--fp8-format e4m3 --fp8-recipe tensorwise $watch" ;;
+    fc1-fp8) echo "$blockwise --activation-func-fp8-input-store" ;;
+    fp8-weights) echo "$blockwise --fp8-param-gather --use-distributed-optimizer" ;;
+    *)
+        echo "regression.sh: no run is called '$1'" >&2
+        return 2
+        ;;
+    esac
+}
+ORDER=(bf16 bf16-seed2 blockwise tensorwise delayed mxfp8 weight-1d input-2d fp32-scales pow2-scales hybrid e4m3 fc1-fp8 fp8-weights)
+
+prepare() {
+    mkdir -p "$data"
+    [ -f "$data/corpus.jsonl" ] ||
+        python examples/regression_corpus.py --output "$data/corpus.jsonl" --max-mib "$mib" | tee "$runs/corpus.log"
+    [ -f "$data/tokenizer.model" ] || {
+        head -n 4000 "$data/corpus.jsonl" > "$data/sample.jsonl"
+        python tools/train_tokenizer.py --input "$data/sample.jsonl" --vocab-size "$vocabulary" --output-prefix "$data/tokenizer"
+    }
+    [ -f "$data/tokens_text_document.idx" ] ||
+        python tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/tokens" --append-eod \
+            --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model"
+}
+
+train() { # train NAME...
+    local name extra dir
+    for name in "$@"; do
+        extra=$(flags "$name") dir=$runs/$name
+        if [ -f "$dir/done" ]; then
+            echo "already trained: $name"
+            continue
+        fi
+        # shellcheck disable=SC2086 # a run's flags are words
+        python pretrain_gpt.py "${MODEL[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${TOKENS[@]}" $extra --log-dir "$dir" \
+            ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints"}
+        if tail -n 1 "$dir/metrics.jsonl" | grep -q "\"iteration\": $iterations,"; then
+            touch "$dir/done"
+        fi
+    done
+}
+
+report() {
+    local name found=() paths=() noise=() budgets=()
+    for name in "${ORDER[@]}"; do
+        [ ! -f "$runs/$name/metrics.jsonl" ] || found+=("$name") paths+=("$runs/$name")
+    done
+    for name in "${found[@]}"; do
+        case $name in
+        bf16-seed2) noise=(--noise bf16-seed2) ;;
+        blockwise) budgets+=(blockwise=0.0025) ;;
+        tensorwise) budgets+=(tensorwise=0.005) ;;
+        esac
+    done
+    python tools/compare_runs.py "${paths[@]}" --labels "${found[@]}" --output "$runs/report.html" "${noise[@]}" \
+        ${budgets:+--budgets "${budgets[@]}"}
+}
+
+command=${1:-help}
+shift || true
+case $command in
+prepare | train | report) "$command" "$@" ;;
+*) sed -n '2,15s/^# \?//p' "$0" ;;
+esac
