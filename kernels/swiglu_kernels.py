@@ -70,19 +70,26 @@ def rounded(dtype):
 
 
 @jit
-def load_half(x_ptr, scale_ptr, rows, cols, valid, k0, T, F, stride_t, scale_stride_t, scale_stride_b,
-              X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr):
-    """Gate or up columns `cols` of fc1's output [T, 2f] as FP32; FP8 bytes as their values in the compute dtype."""
-    mask = valid & (rows < T)[:, None]
+def load_half(source, rows, cols, half, f0, T, F, X_FORM: gl.constexpr, EVEN: gl.constexpr):
+    """Columns `cols` of a half of fc1's output [T, 2f] as FP32, FP8 bytes as their values in the compute dtype.
+
+    source: (pointer, scale pointer, stride of rows, strides of the scales' rows and blocks). half: the half's first
+    column in [T, 2f]. X_FORM: (width of the bytes' tiles or 0, whether the second half starts with a tile, dtype).
+    """
+    x_ptr, scale_ptr, stride_t, scale_stride_t, scale_stride_b = source
+    BLOCK: gl.constexpr = X_FORM[0]
+    dtype: gl.constexpr = X_FORM[2]
+    mask = (rows < T)[:, None] & (cols < F)[None, :]
+    cols += half
     ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
-    if X_BLOCK == 0:
+    if BLOCK == 0:
         x = load_f32(ptrs, mask, EVEN)
-    elif X_ALIGNED:
+    elif X_FORM[1]:
         q = load_or_zero(ptrs, mask, EVEN)
-        scale = load_row_scales(scale_ptr, q, rows, rows < T, k0, 2 * F, scale_stride_t, scale_stride_b, X_BLOCK)
-        x = to_f32(to_compute_dtype(dequantize_tile(q, scale, X_BLOCK), dtype))
+        scale = load_row_scales(scale_ptr, q, rows, rows < T, f0 + half, 2 * F, scale_stride_t, scale_stride_b, BLOCK)
+        x = to_f32(to_compute_dtype(dequantize_tile(q, scale, BLOCK), dtype))
     else:
-        scale = gl.load(scale_ptr + tile_offsets(rows, cols // X_BLOCK, scale_stride_t, scale_stride_b), mask=mask,
+        scale = gl.load(scale_ptr + tile_offsets(rows, cols // BLOCK, scale_stride_t, scale_stride_b), mask=mask,
                         other=0)
         x = load_or_zero(ptrs, mask, EVEN).to(gl.float32) * decode_scale(scale)
         x = to_f32(to_compute_dtype(x, dtype))
@@ -90,19 +97,23 @@ def load_half(x_ptr, scale_ptr, rows, cols, valid, k0, T, F, stride_t, scale_str
 
 
 @jit
-def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep,
-                keep_epsilon, KEEP_SPEC: gl.constexpr, t0, f0, T, F, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, dtype: gl.constexpr, EVEN: gl.constexpr,
-                ROWS: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """ROWS rows of SwiGLU's output in FP32; also written to y_ptr where given.
+def load_halves(source, rows, cols, f0, T, F, X_FORM: gl.constexpr, EVEN: gl.constexpr):
+    """(gate, up) as FP32."""
+    return (load_half(source, rows, cols, 0, f0, T, F, X_FORM, EVEN),
+            load_half(source, rows, cols, F, f0, T, F, X_FORM, EVEN))
+
+
+@jit
+def swiglu_part(source, weights_ptr, y_ptr, keep, keep_epsilon, t0, f0, T, F, X_FORM: gl.constexpr,
+                KEEP_SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
+                LAYOUT: gl.constexpr):
+    """ROWS rows of SwiGLU's output as `emit` takes them; also written to y_ptr where given.
 
     keep: where fc1's output goes as FP8 bytes (nowhere if its data pointer is None), as `emit_rowwise` takes it.
     """
+    dtype: gl.constexpr = X_FORM[2]
     rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
-    valid = (cols < F)[None, :]
-    gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t, x_scale_stride_b,
-                     X_BLOCK, X_ALIGNED, dtype, EVEN)
-    up = load_half(x_ptr, x_scale_ptr, rows, cols + F, valid, f0 + F, T, F, stride_t, x_scale_stride_t,
-                   x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
+    gate, up = load_halves(source, rows, cols, f0, T, F, X_FORM, EVEN)
     if keep[0] is not None:
         emit_rowwise(round_through(gate, dtype), t0, f0, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
         emit_rowwise(round_through(up, dtype), t0, f0 + F, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
@@ -111,39 +122,39 @@ def swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b
         y *= load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
     if y_ptr is not None:
         gl.store(y_ptr + tile_offsets(rows, cols, F, 1), to_compute_dtype(y, dtype), mask=tile_mask(rows, cols, T, F))
-    return y
+    return round_through(y, dtype)
 
 
 @jit
 def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep_ptr,
                   keep_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F,
-                  keep_scale_ld, row_scale_ld, col_scale_ld, keep_epsilon, epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
-                  KEEP_SPEC: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr,
-                  BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                  keep_scale_ld, row_scale_ld, col_scale_ld, keep_epsilon, epsilon, X_BLOCK: gl.constexpr,
+                  X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, KEEP_SPEC: gl.constexpr, SPEC: gl.constexpr,
+                  EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                  R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """ROWS: 0, or how many rows of the tile are made at a time; for the columns' sake they then wait in shared
     memory."""
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
+    X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
+    keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
     tensor = (scale_ptr, amax_ptr, record_ptr)
-    keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
-    if ROWS == 0:
-        y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep,
-                        keep_epsilon, KEEP_SPEC, t0, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, BLOCK_M, BLOCK_K,
-                        tile_layout(BLOCK_M, BLOCK_K, R, C, W))
-        emit(round_through(y, dtype), t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
-    else:
+    STEP: gl.constexpr = BLOCK_M if ROWS == 0 else ROWS
+    if ROWS != 0:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
-        for i in gl.static_range(0, BLOCK_M, ROWS):
-            y = swiglu_part(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr,
-                            keep, keep_epsilon, KEEP_SPEC, t0 + i, f0, T, F, X_BLOCK, X_ALIGNED, dtype, EVEN, ROWS, BLOCK_K,
-                            tile_layout(ROWS, BLOCK_K, R, C, W))
-            y = round_through(y, dtype)
+    for i in gl.static_range(0, BLOCK_M, STEP):
+        y = swiglu_part(source, weights_ptr, y_ptr, keep, keep_epsilon, t0 + i, f0, T, F, X_FORM, KEEP_SPEC, EVEN,
+                        STEP, BLOCK_K, tile_layout(STEP, BLOCK_K, R, C, W))
+        if ROWS == 0:
+            emit(y, t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
+        else:
             emit_part(y, t0 + i, f0, row, tensor, epsilon, T, F, SPEC, EVEN)
             ys.slice(i, ROWS).store(y)
-        if col_ptr is not None:
-            emit_rest(ys, t0, f0, col, tensor, epsilon, T, F, SPEC, EVEN)
+    if ROWS != 0 and col_ptr is not None:
+        emit_rest(ys, t0, f0, col, tensor, epsilon, T, F, SPEC, EVEN)
 
 
 @jit
@@ -166,6 +177,8 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
     tensor = (scale_ptr, amax_ptr, record_ptr)
+    source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
+    X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     if col_ptr is not None:
         d_gates = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
         d_ups = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
@@ -174,12 +187,8 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     for i in gl.static_range(0, BLOCK_M, ROWS):
         rows, cols = tile_indices(t0 + i, f0, ROWS, BLOCK_K, L)
         mask = tile_mask(rows, cols, T, F)
-        valid = (cols < F)[None, :]
         dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
-        gate = load_half(x_ptr, x_scale_ptr, rows, cols, valid, f0, T, F, stride_t, x_scale_stride_t,
-                         x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
-        up = load_half(x_ptr, x_scale_ptr, rows, cols + F, valid, f0 + F, T, F, stride_t, x_scale_stride_t,
-                       x_scale_stride_b, X_BLOCK, X_ALIGNED, dtype, EVEN)
+        gate, up = load_halves(source, rows, cols, f0, T, F, X_FORM, EVEN)
         if weights_ptr is not None:
             weights = load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
             d_gate, d_up, y = swiglu_grad(dy * weights, gate, up)

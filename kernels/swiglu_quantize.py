@@ -194,8 +194,8 @@ def _spec_or_none(spec: Spec | None) -> dict:
 
 def _check_keep(gated: _Gated, x_spec: Spec) -> None:
     if gated.scale_inv is not None or x_spec.tile.kind != "1d" or BLOCK % x_spec.tile.block:
-        raise ValueError(f"swiglu_quantize: x_spec needs x in high precision, and 1D tiles of a size that divides {BLOCK}, "
-                         f"got {gated.data.dtype} and {x_spec.tile}")
+        raise ValueError(f"swiglu_quantize: x_spec needs x in high precision, and 1D tiles of a size that divides "
+                         f"{BLOCK}, got {gated.data.dtype} and {x_spec.tile}")
 
 
 def _check_grad(gated: _Gated, dy: Tensor, y_spec: Spec | None, y_amax: Tensor | None, y_scale: Tensor | None) -> None:
