@@ -25,6 +25,7 @@ from megafp8.fp8.linear import Linear
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import Remade, pick, produce, to_save
 from megafp8.fp8.producer import Producer, Want
+from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import WeightStack, stacked
@@ -55,9 +56,12 @@ def can_group(linears: Sequence[Linear]) -> bool:
     alike = len(recipes) == 1 and all(linear.weight.shape == first.weight.shape for linear in linears)
     plain = all(linear.bias is None and linear.comm.grid is None for linear in linears)
     trained = len({linear.weight.requires_grad for linear in linears}) == 1
-    (recipe, *_) = recipes
-    tiled = recipe is None or (recipe.tiles["input"], recipe.tiles["grad_output"]) == ("1d", "1d")
-    return alike and plain and trained and tiled
+    return alike and plain and trained and runs_grouped(first.recipe)
+
+
+def runs_grouped(recipe: Recipe | None) -> bool:
+    """Whether rows of zeros keep linears' tiles apart: not where all rows share a scale, or square tiles."""
+    return recipe is None or (recipe.tiles["input"], recipe.tiles["grad_output"]) == ("1d", "1d")
 
 
 def rows_alignment(linears: Sequence[Linear]) -> int:

@@ -24,6 +24,7 @@ from megafp8.config import Config
 from megafp8.config.model import ModelConfig
 from megafp8.fp8 import Recipe, gemm, policy
 from megafp8.fp8.formats import Scale
+from megafp8.fp8.grouped_linear import runs_grouped
 from megafp8.plan.shapes import LayerShape, PartShape, attention_norms, layer_linears
 
 ROW_BYTES = 3 * 8 + 2 * 4
@@ -146,11 +147,12 @@ class LayerPlan:
         if "core_attn" not in self.recomputed:
             yield Activation("attention.core", "log-sum-exp", 4 * s.tokens * heads)
 
-    def _mlp(self, name: str, keeps_input: bool) -> Iterator[Activation]:
+    def _mlp(self, name: str, keeps_input: bool, rows: int | None = None) -> Iterator[Activation]:
+        """rows: of all copies' inputs together, if not the tokens times their share."""
         s, fc1, fc2 = self.sizes, self._shape(f"{name}.fc1"), self._shape(f"{name}.fc2")
-        rows = s.tokens * fc1.share
+        rows = s.tokens * fc1.share if rows is None else rows
         if keeps_input:
-            yield self._input(fc1.part)
+            yield self._input(fc1.part, rows)
         label = f"{name}.activation".replace(".*", "")
         if self._stores_in_fp8(fc1.part):
             yield Activation(label, "FP8 output of fc1", rows * (fc1.out_features + 4 * -(-fc1.out_features // 128)))
@@ -158,7 +160,7 @@ class LayerPlan:
             yield Activation(label, "output of fc1", rows * fc1.out_features * s.element)
         remade = "*" in name and "moe_act" in self.recomputed
         if self._recipe(fc2.part) is None and not remade:
-            yield self._input(fc2.part)
+            yield self._input(fc2.part, rows)
 
     def _experts(self) -> Iterator[Activation]:
         s, m = self.sizes, self.sizes.model
@@ -167,6 +169,7 @@ class LayerPlan:
             yield Activation("mlp.router", "input", s.stream)
         yield Activation("mlp.router", "scores, order", 4 * s.tokens * m.num_experts + rows * ROW_BYTES)
         yield from self._mlp("mlp.experts.*", True)
+        yield from self._filling()
         if m.moe_shared_expert_intermediate_size and "shared_experts" not in self.recomputed:
             own_input = self._keeps_norms and self._recipe("mlp.shared_experts.fc1") is not None
             yield from self._mlp("mlp.shared_experts", own_input)
@@ -181,17 +184,30 @@ class LayerPlan:
     def _shape(self, part: str) -> PartShape:
         return next(p for p in layer_linears(self.sizes.model, experts=self.layer.experts) if p.part == part)
 
+    def _filling(self) -> Iterator[Activation]:
+        """Rows of zeros: experts that run as one begin at whole tiles, in a buffer as long as that can get."""
+        shape, recipe = self._shape("mlp.experts.*.fc1"), self._recipe("mlp.experts.*.fc1")
+        rows = self.sizes.tokens * shape.share
+        if recipe is None or not runs_grouped(recipe):
+            return
+        most = (rows + min(shape.copies, rows) * (recipe.block - 1)) // recipe.block * recipe.block
+        more, less = (sum(item.bytes for item in self._mlp("mlp.experts.*", True, n)) for n in (most, rows))
+        yield Activation("mlp.filling", "rows of zeros between experts, at most", more - less)
+
     def _recipe(self, part: str) -> Recipe | None:
         """The recipe of a linear; of experts, the first one's."""
         return self.recipe_of(f"{self.layer.name}.{part.replace('*', '0')}")
 
-    def _input(self, part: str) -> Activation:
-        """A linear's input, of all copies together."""
+    def _input(self, part: str, rows: int | None = None) -> Activation:
+        """A linear's input, of all copies together: `rows` rows, if not the tokens times their share."""
         s, shape, recipe = self.sizes, self._shape(part), self._recipe(part)
-        rows, label = s.tokens * shape.share, part.replace(".*", "")
+        rows, label = s.tokens * shape.share if rows is None else rows, part.replace(".*", "")
         if recipe is None:
             return Activation(label, "input", rows * shape.in_features * s.element)
         orientation = gemm.needs(recipe, "input", self.device)["wgrad"]
+        if runs_grouped(recipe):
+            whole = quantized_bytes(recipe, "input", (rows, shape.in_features), orientation)
+            return Activation(label, f"FP8 input, {orientation}", whole)
         each = quantized_bytes(recipe, "input", (math.ceil(rows / shape.copies), shape.in_features), orientation)
         return Activation(label, f"FP8 input, {orientation}", each * rows // math.ceil(rows / shape.copies))
 

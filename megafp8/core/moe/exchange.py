@@ -51,11 +51,13 @@ class Exchange:
         counts = outgoing.counts.view(axis.size, -1)
         arriving, pending = axis.post_deal(counts, [1] * axis.size, [1] * axis.size)
         pending.wait()
-        sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        room = (arriving.sum(0) + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
+        *numbers, total = torch.cat([counts.sum(1), arriving.sum(1), room.sum()[None]]).tolist()
+        sent, received = numbers[: axis.size], numbers[axis.size :]
         experts = torch.arange(counts.shape[1], device=counts.device).repeat(axis.size)
         rows = experts.repeat_interleave(arriving.view(-1), output_size=sum(received))
         incoming = Permutation.of(rows[:, None], counts.shape[1], alignment=alignment)
-        return Exchange(axis, wire, outgoing.cut(sum(sent)), incoming, sent, received, x.shape[1], x.dtype)
+        return Exchange(axis, wire, outgoing.cut(sum(sent)), incoming.cut(total), sent, received, x.shape[1], x.dtype)
 
     def post(self, rows: Tensor, *, back: bool = False) -> None:
         """Starts to send rows to the experts, or what came of them back."""
