@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 
 from megafp8.params import Box
 
@@ -40,12 +39,27 @@ def pieces(wanted: Box, saved: Sequence[Box]) -> list[tuple[int, Box]]:
         common = intersection(wanted, box)
         if common is not None:
             found.setdefault(common, number)
-    if any(intersection(a, b) for a, b in combinations(found, 2)):
+    if _overlap(list(found)):
         raise ValueError("saved parts overlap")
     missing = volume(wanted) - sum(volume(common) for common in found)
     if missing:
         raise ValueError(f"{missing} of {volume(wanted)} elements are in none of the saved parts")
     return [(number, common) for common, number in found.items()]
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes have an element in common: swept along the dimension that they are cut in most often, so
+    that thousands of shards are compared with their neighbours alone."""
+    if len(boxes) < 2:
+        return False
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d][0] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        active = [other for other in active if other[dim][1] > box[dim][0]]
+        if any(intersection(other, box) for other in active):
+            return True
+        active.append(box)
+    return False
 
 
 def is_box_of(box: Iterable[tuple[int, int]], shape: Sequence[int]) -> bool:

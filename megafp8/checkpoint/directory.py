@@ -58,7 +58,7 @@ def latest_iteration(save: Path) -> int | None:
     """The iteration that `latest` names, or the newest complete one when it names none; None without checkpoints."""
     saved = saved_iterations(save)
     try:
-        name = (save / LATEST).read_text(errors="replace").strip()
+        name = (save / LATEST).read_text(errors="replace").strip() if (save / LATEST).is_file() else ""
     except OSError:
         name = ""
     iteration = iteration_of(name)
@@ -75,7 +75,7 @@ def clean(save: Path) -> None:
 
     Only for the process that saves here.
     """
-    for path in save.glob(".*-iter_*"):
+    for path in sorted(save.glob(".*-iter_*")):
         if path.name.startswith(REPLACED):
             original = save / path.name.removeprefix(REPLACED)
             if not original.exists():
@@ -83,7 +83,7 @@ def clean(save: Path) -> None:
                 continue
         if path.name.startswith((PARTIAL, REPLACED, DELETED)):
             log.info("removing %s, left by an interrupted save", path)
-            shutil.rmtree(path)
+            delete(path)
 
 
 def publish(save: Path, iteration: int) -> Path:
@@ -102,16 +102,28 @@ def publish(save: Path, iteration: int) -> Path:
     temporary.rename(save / LATEST)
     sync_directory(save)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        delete(replaced)
     return target
 
 
-def remove(save: Path, iteration: int) -> None:
-    """Deletes a checkpoint; interrupted, it leaves none that looks complete."""
-    name = iteration_name(iteration)
-    hidden = save / (DELETED + name)
-    (save / name).rename(hidden)
-    shutil.rmtree(hidden)
+def delete(path: Path) -> None:
+    """Deletes a checkpoint, or what is left of one; interrupted, it leaves none that looks complete.
+
+    What can't be deleted (on NFS, files that somebody still reads) is told, and left to the next save under a hidden
+    name: no reason for a save to fail.
+    """
+    name = path.name.removeprefix(PARTIAL).removeprefix(REPLACED).removeprefix(DELETED)
+    try:
+        if not path.name.startswith(DELETED):
+            names = (f"{DELETED}{name}{suffix}" for suffix in ("", *(f".{n}" for n in range(1, 1000))))
+            hidden = next(hidden for hidden in map(path.with_name, names) if not os.path.lexists(hidden))
+            path = path.rename(hidden)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        log.warning("could not delete %s: %s", path, error)
 
 
 def discard_partial(save: Path, iteration: int) -> None:

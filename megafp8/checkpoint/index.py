@@ -35,6 +35,8 @@ RUN_FILE = "run.json"
 VERSION = 1
 MAX_ELEMENTS = 1 << 48
 """Of one tensor: beyond any real one, and far from overflowing 64-bit byte counts."""
+MAX_BYTES = 1 << 32
+"""Of an index: beyond any real one."""
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -114,6 +116,8 @@ def read_index(directory: Path) -> Index:
     """Reads and checks the index of a checkpoint. Raises DamagedFileError, one line that names the file."""
     path = directory / INDEX_FILE
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
         content = json.loads(path.read_bytes())
         body = content["index"]
         if content["crc32"] != _crc32(body):
@@ -121,6 +125,8 @@ def read_index(directory: Path) -> Index:
         return index_from_json(body)
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing: {directory} is not a complete checkpoint") from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise DamagedFileError(f"{path} is damaged or not an index of megafp8: {reason}") from None
@@ -149,6 +155,8 @@ def _file_from_json(record: dict[str, Any]) -> FileRecord:
 
 
 def _tensor_from_json(name: str, record: dict[str, Any], files: Mapping[str, FileRecord]) -> TensorRecord:
+    if not name.isprintable():  # it would be shown in messages
+        raise ValueError(f"{name!a} is not a name")
     shape = tuple(_count(n) for n in record["shape"])
     if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS or len(shape) > 16:
         raise ValueError(f"'{name}' has the absurd shape {list(shape)}")

@@ -53,14 +53,13 @@ def find_checkpoint(
     """
     load = Path(load)
     try:
-        there = load.is_dir() or not load.exists()
+        if not load.is_dir() and load.exists():
+            raise ValueError(f"--load {load}: is no directory; give a directory of checkpoints")
+        if (load / INDEX_FILE).is_file():
+            return _found(load) if before is None else None
+        first = _first(load, step, before)
     except OSError as error:
         raise ValueError(f"--load {load}: {error.strerror}; give a directory of checkpoints") from None
-    if not there:
-        raise ValueError(f"--load {load}: is no directory; give a directory of checkpoints")
-    if (load / INDEX_FILE).is_file():
-        return _found(load) if before is None else None
-    first = _first(load, step, before)
     if first is None:
         return None
     older = [iteration for iteration in reversed(saved_iterations(load)) if iteration < first]

@@ -12,7 +12,6 @@ Runs use it through `save_checkpoint` and `load_checkpoint`, with the planners o
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,11 +28,11 @@ from megafp8.checkpoint.boxes import slices_within
 from megafp8.checkpoint.directory import (
     PARTIAL,
     clean,
+    delete,
     discard_partial,
     iteration_name,
     latest_iteration,
     publish,
-    remove,
 )
 from megafp8.checkpoint.index import (
     INDEX_FILE,
@@ -59,8 +58,6 @@ from megafp8.checkpoint.tensor_file import (
     write_bytes,
     write_tensors,
 )
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -130,6 +127,8 @@ class CheckpointWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's `<group>-<rank>.safetensors` files. Raises OSError."""
+        if not self._partial.is_dir():
+            raise FileNotFoundError(f"{self._partial} is not there; --save must be a directory that all ranks share")
         future: Future[list[WriteResult]] = Future()
         future.set_result(write_files(self._partial, plan, planner))
         return future
@@ -148,7 +147,7 @@ class CheckpointWriter(StorageWriter):
         publish(self._save, self.iteration)
         previous, interval = self._previous, self._retain_interval
         if interval is not None and previous not in (None, self.iteration) and previous % interval:
-            _try_remove(self._save, previous)
+            delete(self._save / iteration_name(previous))
         self._unlock()
 
     def give_up(self) -> None:
@@ -203,13 +202,6 @@ def _index_of(metadata: Metadata, results: Iterable[WriteResult]) -> Index:
         tensors[name] = TensorRecord(stored.properties.dtype, tuple(stored.size), tuple(parts.get(name, ())))
         assert len(tensors[name].parts) == len(stored.chunks), f"a part of '{name}' was not written"
     return Index(files, tensors)
-
-
-def _try_remove(save: Path, iteration: int) -> None:
-    try:
-        remove(save, iteration)
-    except OSError as error:
-        log.warning("could not delete the old checkpoint %s: %s", save / iteration_name(iteration), error)
 
 
 class CheckpointReader(StorageReader):

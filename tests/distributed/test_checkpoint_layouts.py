@@ -137,3 +137,24 @@ def test_resumed_at_the_same_layout_every_bit_is_the_same(saved, kind):
     top, _ = saved(kind)
     for key in ("lm_loss", "grad_norm"):
         assert lines(top / "again", key) == lines(top / "log", key)[2:]
+
+
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+
+
+@pytest.mark.slow
+def test_every_file_is_the_same_after_a_resume(pool, corpus, tmp_path):
+    """CASES 15: experts over two ranks, dropout on; each rank has its own random states again."""
+    noise = (*DROPOUT, "--async-save", "--save-interval", "2")
+    layout = (2, (*EP, *ZERO))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    run(pool, corpus, whole / "log", "experts fp8", layout, *noise, "--save", str(whole / "c"))
+    load = ("--load", str(whole / "c"), "--ckpt-step", "2", "--save", str(again / "c"))
+    run(pool, corpus, again / "log", "experts fp8", layout, *noise, *load)
+    one, other = whole / "c" / "iter_0000004", again / "c" / "iter_0000004"
+    files = sorted(path.name for path in one.glob("*.safetensors"))
+    assert {"rng-00000.safetensors", "rng-00001.safetensors", "model-00001.safetensors"} <= set(files)
+    for name in files:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    for key in ("lm_loss", "grad_norm", "learning_rate"):
+        assert lines(again / "log", key) == lines(whole / "log", key)[2:]

@@ -39,7 +39,7 @@ def test_the_same_run_and_checkpoints_in_the_background(corpus, tmp_path, at_onc
     """CASES 15: also after a stop and a resume from a checkpoint that was written in the background."""
     assert run(*command(corpus, tmp_path, "--async-save", "--exit-interval", "4")) == 0
     assert saved_iterations(tmp_path / "c") == [2, 4]
-    assert run(*command(corpus, tmp_path, "--async-save")) == 0
+    assert run(*command(corpus, tmp_path, "--async-save", "--num-workers", "2")) == 0
     assert saved_iterations(tmp_path / "c") == [2, 4, 6, 8]
     assert metrics(tmp_path) == metrics(at_once)
     for iteration in (2, 4, 6, 8):
