@@ -1,8 +1,11 @@
 """Experts and multi-token prediction where ranks share a sequence, and the losses that count over ranks."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from megafp8.core.moe import router
 from tests.distributed.layouts import Layout, compare, run_layout
 from tests.distributed.test_families import DEEPSEEK, EXPERTS, biases
 
@@ -27,6 +30,7 @@ CASES = [
     pytest.param("experts", Layout(cp=2), id="experts-CP2"),
     pytest.param("deepseek", Layout(cp=2, ring=True), id="deepseek-CP2-ring"),
     pytest.param("deepseek", Layout(dp=2), id="deepseek-DP2"),
+    pytest.param("deepseek", Layout(cp=2, ep=2), id="deepseek-CP2-EP2"),
     pytest.param("deepseek", Layout(tp=2, cp=2), id="deepseek-TP2xCP2", marks=pytest.mark.slow),
 ]
 
@@ -40,3 +44,15 @@ def test_layout_equals_one_process(pool, alone, name, layout):
         for other in others:
             assert expected.keys() == other.keys()
             assert all(torch.equal(value, other[router]) for router, value in expected.items())
+
+
+def count_own_tokens_alone(stack):
+    plain = router.balance_loss
+    stack.enter_context(patch.object(router, "balance_loss", lambda *args: plain(*args[:3]) / args[3].size))
+
+
+def test_counts_of_own_tokens_alone_are_noticed(pool, alone):
+    """The fault that the tests above are for, planted."""
+    run = run_layout(pool, MODELS["experts"], Layout(cp=2), fault=count_own_tokens_alone)
+    with pytest.raises(AssertionError, match="router"):
+        compare(run, alone["experts"])
