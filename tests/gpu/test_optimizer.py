@@ -172,3 +172,21 @@ def test_norms_of_kernels_and_reference_have_the_same_bits():
         stats.append(optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=7, with_num_zeros=True))
     assert torch.equal(stats[0].grad_norm, stats[1].grad_norm)
     assert torch.equal(stats[0].num_zeros, stats[1].num_zeros)
+
+
+def test_a_step_is_one_update_a_buffer_and_copies_no_gradient():
+    optimizer = steps(
+        make_optimizer(make_params(device="cuda", shapes={**SHAPES, "big.weight": (2048, 2048)})), count=2
+    )
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.reduce_gradients()
+        optimizer.step(lr=1e-3, weight_decay=0.1, valid_tokens=100)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    for kernel in ("adamw_kernel", "squares_kernel"):
+        assert sum(kernel in name for name in names) == len(optimizer.layouts), names
+    assert not [name for name in names if "DtoD" in name or "copy_kernel" in name and "16" in name], names
+    large = [event.name for event in profile.events() if event.device_time > 15]  # microseconds; the rest are scalars
+    assert all("adamw_kernel" in name or "squares_kernel" in name or "grids_kernel" in name for name in large), large
