@@ -80,7 +80,7 @@ class LinearFunction(torch.autograd.Function):
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
         dw = deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = deliver(ctx.bias, sum_rows(dy), args.step) if needs_bias else None
-        return dx, dw, db, None, *others
+        return dx, dw, db, None, *(others or (None,) * (len(ctx.needs_input_grad) - 4))
 
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
