@@ -10,8 +10,10 @@ from megafp8.optimizer import AdamWOptions, Optimizer, Sharding, codecs
 from megafp8.optimizer.adamw import Rates, step_scalars
 from megafp8.optimizer.layout import Entry, Group, Shard, plan_layouts
 from megafp8.optimizer.precision import Precision
+from megafp8.optimizer.primary import FlatPrimary
 from megafp8.optimizer.stored import Stored
 from megafp8.optimizer.update import BufferUpdate
+from megafp8.parallel import Axis
 from tests.kernels import testing
 from tests.optimizer.helpers import make_param, set_grads
 
@@ -151,3 +153,42 @@ def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
             assert torch.equal(*(p.data[o].view(torch.uint8) for p in (ours, theirs))), (name, o)
             assert torch.equal(*(p.scale_inv[o].view(torch.uint8) for p in (ours, theirs))), (name, o)
         assert torch.equal(a.masters.views[name], b.masters.views[name])
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_shards_that_cut_tiles_have_the_references_bytes(recipe, rank):
+    """Rows of tiles that are whole here go through one kernel, what is left of the shard through two others."""
+    updates = [_shard_of_three(recipe, rank) for _ in range(2)]
+    updates[1].use_kernels(kernels)
+    launches = updates[1]._launches
+    assert launches.tiles is not None
+    assert launches.flat is not None
+    scalars = step_scalars(torch.tensor(3), torch.tensor(0.37).double(), torch.tensor(False), RATES[:1], beta1=0.9,
+                           beta2=0.95)  # fmt: skip
+    grad = torch.randn(updates[0].shard.layout.numel, generator=torch.Generator().manual_seed(1))
+    updates[0](grad, scalars, **CONSTANTS)
+    with testing.emulated_launches():
+        updates[1](grad, scalars, **CONSTANTS)
+    a, b = updates
+    assert torch.equal(a.master, b.master)
+    assert torch.equal(a.weights.flats["rowwise"], b.weights.flats["rowwise"])
+    for name, weight in a.weights.weights.items():
+        ours, theirs = weight.primary.scale_inv["rowwise"], b.weights.weights[name].primary.scale_inv["rowwise"]
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+def _shard_of_three(recipe: str, rank: int) -> BufferUpdate:
+    block = get_recipe(recipe).quantizer("weight").spec.tile.block
+    shapes = {"a": (4 * block, 64), "b": (5 * block + 3, 64)}
+    params = {}
+    for name, shape in shapes.items():
+        _, params[name] = make_param(name, shape)
+        params[name].owner = Weight(params[name], get_recipe(recipe))
+    entries = [Entry(n, p.numel(), torch.float8_e4m3fn, False, Group(True)) for n, p in params.items()]
+    (layout,) = plan_layouts(entries, shards=3)
+    shard, cpu = Shard(layout, rank), torch.device("cpu")
+    weights = FlatPrimary(params, shard, Axis())
+    master = torch.randn(shard.numel, generator=torch.Generator().manual_seed(rank))
+    moments = [Stored.zeros("fp32", shard.numel, cpu, root=root) for root in (False, True)]
+    return BufferUpdate(shard, {"a": 0, "b": 0}, {"a": 1, "b": 2}, master, *moments, weights)

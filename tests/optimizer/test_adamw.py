@@ -22,8 +22,11 @@ def relative(a, b):
 @pytest.mark.parametrize("betas_eps", [(0.9, 0.999, 1e-8), (0.9, 0.95, 1e-5)])
 def test_100_steps_stay_within_1e_6_of_float64_adamw(weight_decay, betas_eps):
     """CASES 63. Gradients are of a sum over tokens, clipped, with a resume at step 50."""
-    beta1, beta2, eps = betas_eps
-    params = make_params()
+    check_100_steps("cpu", weight_decay, *betas_eps)
+
+
+def check_100_steps(device, weight_decay, beta1, beta2, eps):
+    params = make_params(device=device)
     optimizer = make_optimizer(params, beta1=beta1, beta2=beta2, eps=eps)
     reference = {n: torch.nn.Parameter(m.double().clone()) for n, m in optimizer.masters.views.items()}
     groups = [
@@ -46,7 +49,7 @@ def test_100_steps_stay_within_1e_6_of_float64_adamw(weight_decay, betas_eps):
         assert stats.grad_norm.item() == pytest.approx(norm.item(), rel=1e-12)
         if step == 49:
             saved = snapshot(optimizer)
-            optimizer = make_optimizer(make_params(seed=2), beta1=beta1, beta2=beta2, eps=eps)
+            optimizer = make_optimizer(make_params(seed=2, device=device), beta1=beta1, beta2=beta2, eps=eps)
             optimizer.load_state(saved)
     for name, param in reference.items():
         assert relative(optimizer.masters.views[name], param) <= 1e-6, name
