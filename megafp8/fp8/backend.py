@@ -46,6 +46,16 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[
     return kernels[1].derive_colwise(data, scale_inv, spec)
 
 
+@cache
+def row_kernels() -> ModuleType | None:
+    """Rows copied and summed by index; None where Triton is not installed."""
+    try:
+        from megafp8.kernels import permute
+    except ImportError:
+        return None
+    return permute
+
+
 def pick_and_quantize(
     x: Tensor | tuple[Tensor, Tensor], index: Tensor, spec: OperandSpec, colwise: bool, derived: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megafp8.core.moe.routing import count_tokens
+from megafp8.fp8 import backend
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,22 @@ def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
     return _Spread.apply(flat, order.choices, order.rows.reshape(-1, 1), kept, order.empty).squeeze(1)
 
 
-def spread(x: Tensor, tokens: Tensor, empty: Tensor | None) -> Tensor:
-    rows = x[tokens]
+def spread(x: Tensor, index: Tensor, empty: Tensor | None) -> Tensor:
+    """Rows `index` of x; zeros where `empty` (where the index is negative) says so."""
+    kernels = backend.row_kernels() if x.is_cuda else None
+    if kernels is not None and kernels.supports(x):
+        return kernels.spread(x, index)
+    rows = x[index]
     return rows if empty is None else rows.masked_fill_(empty[:, None], 0)
 
 
 def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+    """[T, h]: the sum over each line of `rows` [T, k] of these rows of y, in FP32; only of those that are `kept`."""
     if not len(y):
         return y.new_zeros(len(rows), y.shape[1])
+    kernels = backend.row_kernels() if y.is_cuda else None
+    if kernels is not None and kernels.supports(y):
+        return kernels.sums(y, rows.contiguous(), kept)
     picked = y[rows.reshape(-1)].view(*rows.shape, y.shape[1])
     if rows.shape[1] == 1 and kept is None:
         return picked.squeeze(1)

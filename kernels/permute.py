@@ -1,0 +1,62 @@
+"""Rows of tokens on the GPU, copied by index and summed by index: `core/moe/permutation.py`'s `spread` and `sums`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 2048
+
+
+@triton.jit
+def spread_kernel(x, index, out, K, stride, COLUMNS: tl.constexpr):
+    """out[row] = x[index[row]], zeros where the index is negative."""
+    pieces = tl.cdiv(K, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) // pieces
+    cols = tl.program_id(0) % pieces * COLUMNS + tl.arange(0, COLUMNS)
+    source = tl.load(index + row)
+    values = tl.load(x + source * stride + cols, mask=(cols < K) & (source >= 0), other=0.0)
+    tl.store(out + row * K + cols, values, mask=cols < K)
+
+
+@triton.jit
+def sums_kernel(y, rows, kept, out, K, stride, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    """out[token] = sum of y[rows[token, c]] over the choices c that are kept, FP32, in their order."""
+    pieces = tl.cdiv(K, COLUMNS)
+    token = tl.program_id(0).to(tl.int64) // pieces
+    cols = tl.program_id(0) % pieces * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    for choice in tl.static_range(COUNT):
+        row = tl.load(rows + token * COUNT + choice)
+        mask = cols < K
+        if kept is not None:
+            mask = mask & (tl.load(kept + token * COUNT + choice) != 0)
+        total += tl.load(y + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
+
+
+def supports(x: Tensor) -> bool:
+    """Whether the functions take rows `[R, K]` of this tensor."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32) and x.stride(1) == 1
+
+
+def spread(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` (int64 [R]) of `x` [T, K]; zeros where it is negative."""
+    out = torch.empty(len(index), x.shape[1], dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (len(index) * triton.cdiv(x.shape[1], _COLUMNS),)
+        spread_kernel[grid](x, index, out, x.shape[1], x.stride(0), COLUMNS=_COLUMNS, num_warps=4)
+    return out
+
+
+def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+    """Sums of rows of `y` [R, K]: `rows` int64 [T, k], contiguous; kept: bool [T, k], None for all. Rounded once."""
+    out = torch.empty(len(rows), y.shape[1], dtype=y.dtype, device=y.device)
+    if out.numel():
+        grid = (len(rows) * triton.cdiv(y.shape[1], _COLUMNS),)
+        flags = None if kept is None else kept.contiguous().view(torch.uint8)
+        sums_kernel[grid](y, rows, flags, out, y.shape[1], y.stride(0), COUNT=rows.shape[1], COLUMNS=_COLUMNS,
+                          num_warps=4)  # fmt: skip
+    return out

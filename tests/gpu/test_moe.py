@@ -1,0 +1,137 @@
+"""Experts on a GPU: bytes of the CPU, products within the tensor cores' error, no wait for the device at EP 1."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.core.build import BuildContext
+from megafp8.core.moe.layer import MoELayer
+from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.transformer.core_attention import Sequences
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.grouped_linear import GroupedLinear
+from megafp8.fp8.grouped_rows import RowSpec, take_rows
+from megafp8.fp8.policy import Policy
+from megafp8.step import StepContext
+from tests.core.families import DEEPSEEK
+from tests.core.helpers import Sink, randomize, relative_error
+from tests.fp8 import test_grouped_linear as cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+TILED = [name for name in cases.RECIPES if name != "none"]
+
+
+def same(a, b) -> bool:
+    return cases.same(replace(a, data=a.data.cpu(), scale_inv=a.scale_inv.cpu()), b)
+
+
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("width", [96, 384])
+def test_rows_have_the_bytes_of_the_cpu(name, width):
+    quantizer = cases.RECIPES[name].quantizer("input")
+    x = torch.randn(300, width).bfloat16() * torch.logspace(-3, 3, 300)[:, None].bfloat16()
+    index = torch.randint(-60, 300, (384,))
+    index[200:256] = -1
+    spec = RowSpec(quantizer, colwise=True, alignment=128)
+    expected = take_rows(x, index, spec, torch.bfloat16)
+    got = take_rows(x.cuda(), index.cuda(), spec, torch.bfloat16)
+    assert same(got.rowwise, expected.rowwise)
+    assert same(got.colwise, expected.colwise)
+    if name in ("blockwise", "mxfp8"):
+        stored = quantizer.quantize(x.cuda()).rowwise
+        got = take_rows(stored, index.cuda(), spec, torch.bfloat16)
+        assert same(got.rowwise, expected.rowwise)
+        assert same(got.colwise, expected.colwise)
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_stacks_have_the_bytes_of_the_cpu(name):
+    recipe = cases.RECIPES[name]
+    here = GroupedLinear(cases.linears(recipe)).stack
+    there = GroupedLinear([linear.cuda() for linear in cases.linears(recipe)]).stack
+    for gemm_name in ("fprop", "dgrad"):
+        assert same(there.operand(gemm_name), here.operand(gemm_name))
+
+
+@pytest.mark.parametrize("name", cases.RECIPES)
+def test_products_are_near_the_cpu(name):
+    """CASES 11, 12, 13: empty experts, odd numbers of rows, NaN past the last one and in whatever is allocated."""
+    recipe, results = cases.RECIPES[name], []
+    room, alignment = cases.filled(recipe)
+    for device in ("cpu", "cuda"):
+        made = [linear.to(device) for linear in cases.linears(recipe)]
+        sink = cases.Sink(made, adjacent=True)
+        sink.buffers = [buffer.to(device) for buffer in sink.buffers]
+        x = cases.rows(recipe, 1, cases.IN).to(device).requires_grad_()
+        if device == "cuda":
+            poison = [torch.full((1 << 22,), torch.nan, device=device) for _ in range(8)]
+            del poison
+        ends = torch.tensor(room, device=device).cumsum(0).int()
+        y = GroupedLinear(made)(x, ends, StepContext(grads=sink), alignment=alignment)
+        y.backward(cases.rows(recipe, 2, cases.OUT).to(device))
+        used = sum(room)
+        results.append([y[:used], x.grad[:used], *(buffer - 0.5 for buffer in sink.buffers)])
+    for expected, got in zip(*results, strict=True):
+        assert torch.isfinite(got).all()
+        assert relative_error(got.cpu(), expected) < 5e-3
+
+
+WIDE = replace(DEEPSEEK, hidden_size=256, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=128)
+
+
+def layer(device: str, recipe) -> MoELayer:
+    build = BuildContext(WIDE, dtype=torch.bfloat16, device=torch.device(device), recipe_of=Policy(recipe))
+    made = MoELayer("layers.0.mlp", build)
+    randomize(made.cpu(), 3)
+    return made.to(device)
+
+
+@pytest.mark.parametrize("name", [None, "blockwise", "mxfp8", "tensorwise"])
+def test_layer_is_near_the_cpu(name):
+    results = []
+    for device in ("cpu", "cuda"):
+        made = layer(device, name and get_recipe(name))
+        sink = Sink(made)
+        x = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()).to(device).requires_grad_()
+        y = made(x, Sequences(2, 32), StepContext(grads=sink))
+        y.backward(torch.ones_like(y))
+        results.append([y.float(), x.grad.float(), *sink.buffers.values()])
+    for expected, got in zip(*results, strict=True):
+        assert relative_error(got.cpu(), expected) < 2e-2
+
+
+@pytest.mark.parametrize("name", [None, "blockwise"])
+def test_nothing_waits_for_the_device(name):
+    """Forward and backward of a layer whose experts are all here; counts stay on the device."""
+    made = layer("cuda", name and get_recipe(name))
+    x = torch.randn(64, 256, device="cuda").bfloat16().requires_grad_()
+    grad, step = torch.ones_like(x), StepContext(grads=Sink(made))
+    made(x, Sequences(2, 32), step).backward(grad)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made(x, Sequences(2, 32), step).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_copied_and_summed_by_index(dtype, drops):
+    experts = torch.stack([torch.randperm(16)[:8] for _ in range(300)])
+    if drops:
+        experts[::3, 2] = 16
+    x = torch.randn(300, 7168).to(dtype)
+    results = []
+    for device in ("cpu", "cuda"):
+        order = Permutation.of(experts.to(device), 16, drops=drops, alignment=128)
+        rows = spread(x.to(device), order.tokens, order.empty)
+        holes = torch.where((order.choices < 0)[:, None], torch.nan, rows)
+        results.append((rows.cpu(), sums(holes, order.rows, order.kept).cpu()))
+    (rows, total), (same_rows, near) = results
+    assert torch.equal(rows, same_rows)
+    torch.testing.assert_close(near, total, rtol=2**-8, atol=1e-5)

@@ -1,0 +1,40 @@
+"""Rows copied and summed by index: the kernels, emulated, against the plain functions; compiled for Hopper."""
+
+import pytest
+import torch
+from megafp8.kernels import permute
+
+from megafp8.core.moe.permutation import Permutation, spread, sums
+from tests.kernels import testing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_the_plain_functions(dtype, drops):
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(5)])
+    if drops:
+        experts[::2, 1] = 6
+    order = Permutation.of(experts, 6, drops=drops, alignment=4)
+    x = torch.randn(5, 304, generator=generator).to(dtype)
+    with testing.emulated_launches():
+        rows = permute.spread(x, order.tokens)
+    assert torch.equal(rows, spread(x, order.tokens, order.empty))
+    y = torch.where((order.choices < 0)[:, None], torch.nan, rows * 3)
+    with testing.emulated_launches():
+        out = permute.sums(y, order.rows, order.kept)
+    torch.testing.assert_close(out, sums(y, order.rows, order.kept), rtol=2**-8, atol=1e-6)
+
+
+def test_compiled_for_hopper():
+    x, index = torch.empty(64, 7168, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
+    with testing.captured_launches() as launches:
+        permute.spread(x, index)
+        permute.sums(x, index.view(8, 8), torch.ones(8, 8, dtype=torch.bool))
+        permute.sums(x, index.view(8, 8), None)
+    for launch in launches:
+        used = testing.resources(testing.compile_launch(launch))
+        assert used.spills == 0
+        assert any(op.startswith("STG.E.128") for op in used.instructions), launch.kernel.__name__
