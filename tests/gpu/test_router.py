@@ -1,0 +1,87 @@
+"""The router on a GPU: the CPU's choices, ties and drops, and no number that the host waits for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.core.build import BuildContext
+from megafp8.core.moe.capacity import drop
+from megafp8.core.moe.permutation import Permutation, combine, permute
+from megafp8.core.moe.router import Router
+from megafp8.core.moe.routing import RoutingRule, choose, sinkhorn
+from megafp8.core.transformer.core_attention import Sequences
+from megafp8.step import Statistics, StepContext
+from tests.core.families import DEEPSEEK
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+EXPERTS, TOKENS = 64, 512
+
+
+@pytest.fixture
+def logits():
+    """Many ties: few different values."""
+    return torch.randint(0, 5, (TOKENS, EXPERTS), generator=torch.Generator().manual_seed(0)).float()
+
+
+RULES = {
+    "softmax": RoutingRule(4),
+    "groups": RoutingRule(8, sigmoid=True, groups=8, group_topk=4, group_scores=2),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_ties_are_the_cpus(logits, kind):
+    here, there = choose(logits, RULES[kind])[0], choose(logits.cuda(), RULES[kind])[0]
+    assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_drops_are_the_cpus(logits, by_position):
+    experts, weights = choose(logits, RULES["softmax"])
+    here = drop(experts, weights, EXPERTS, 20, by_position=by_position)
+    there = drop(experts.cuda(), weights.cuda(), EXPERTS, 20, by_position=by_position)
+    assert (here == EXPERTS).any()
+    assert torch.equal(here, there.cpu())
+    x = torch.randn(TOKENS, 8)
+    for capacity in (None, 20):
+        parts = [(here, x), (there, x.cuda())]
+        orders = [(Permutation.of(e, EXPERTS, drops=True, capacity=capacity), x) for e, x in parts]
+        out = [combine(permute(x, order), order).cpu() for order, x in orders]
+        assert torch.equal(*out)
+
+
+def test_sinkhorn_is_near_the_cpus():
+    x = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(1)) * 2
+    torch.testing.assert_close(sinkhorn(x.cuda()).cpu(), sinkhorn(x), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_nothing_waits_for_the_device(factor, deterministic):
+    """Router, permutation and losses, forward and backward: one sync would be an error."""
+    model = replace(
+        DEEPSEEK,
+        moe_router_load_balancing_type=("seq_aux_loss", "global_aux_loss"),
+        moe_aux_loss_coeff=(0.1, 0.1),
+        moe_z_loss_coeff=0.1,
+        moe_expert_capacity_factor=factor,
+        moe_pad_expert_input_to_capacity=factor is not None,
+    )
+    router = Router("r", BuildContext(model, device=torch.device("cuda")))
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(64, model.hidden_size, device="cuda", requires_grad=True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        routing = router(x, Sequences(2, 32), StepContext(statistics=Statistics()))
+        order = Permutation.of(routing.experts, model.num_experts, drops=routing.drops, capacity=routing.capacity)
+        (combine(permute(x, order), order).sum() + routing.weights.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(before)
+    assert torch.isfinite(x.grad).all()
