@@ -86,9 +86,18 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("skip", [False, True])
-def test_kernel_and_reference_have_the_same_bits(precision, skip):
+def cases(names, quick):
+    """(name, skip) pairs; but for `quick` ones they are slow."""
+    pairs = [(name, skip) for name in names for skip in (False, True)]
+    return [
+        pytest.param(*pair, id=f"{pair[0]}{' skipped' * pair[1]}", marks=[] if pair in quick else pytest.mark.slow)
+        for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("name", "skip"), cases(PRECISIONS, [("fp32", False), ("mixed", False), ("fp8", True)]))
+def test_kernel_and_reference_have_the_same_bits(name, skip):
+    precision = PRECISIONS[name]
     scale = torch.tensor(0.37, dtype=torch.float64)
     scalars = step_scalars(torch.tensor(3), scale, torch.tensor(skip), RATES, beta1=0.9, beta2=0.95)
     (a, grad), (b, _) = make(precision), make(precision)
@@ -134,8 +143,10 @@ def _small_launches(monkeypatch):
     monkeypatch.setattr(kernels.Tables.of, "__defaults__", (kernels.Launch(8, 1),))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "mxfp8 1d"])
-@pytest.mark.parametrize("skip", [False, True])
+RECIPES = ["tensorwise", "blockwise", "mxfp8", "mxfp8 1d"]
+
+
+@pytest.mark.parametrize(("recipe", "skip"), cases(RECIPES, [("tensorwise", True), ("mxfp8 1d", False)]))
 def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
     scale = torch.tensor(0.37, dtype=torch.float64)
     scalars = step_scalars(torch.tensor(3), scale, torch.tensor(skip), RATES[:1], beta1=0.9, beta2=0.95)
@@ -155,8 +166,14 @@ def test_fp8_primary_weights_have_the_references_bytes(recipe, skip):
         assert torch.equal(a.masters.views[name], b.masters.views[name])
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+SHARDS = [
+    pytest.param(recipe, rank, marks=[] if (recipe, rank) == ("blockwise", 1) else pytest.mark.slow)
+    for recipe in ("blockwise", "mxfp8")
+    for rank in range(3)
+]
+
+
+@pytest.mark.parametrize(("recipe", "rank"), SHARDS)
 def test_shards_that_cut_tiles_have_the_references_bytes(recipe, rank):
     """Rows of tiles that are whole here go through one kernel, what is left of the shard through two others."""
     updates = [_shard_of_three(recipe, rank) for _ in range(2)]
