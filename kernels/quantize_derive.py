@@ -235,10 +235,10 @@ def _check_grouped(spec: Spec, rowwise: bool, colwise: bool, derives: bool) -> N
                          "scales; FP32 scales would round every value twice")
 
 
-def transpose(data: Tensor) -> Tensor:
-    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed."""
+def transpose(data: Tensor, out: Tensor | None = None) -> Tensor:
+    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed. out: contiguous [K, M]."""
     M, K = data.shape
-    out = torch.empty(K, M, dtype=data.dtype, device=data.device)
+    out = torch.empty(K, M, dtype=data.dtype, device=data.device) if out is None else out
     if data.numel():
         config = chosen("transpose")
         transpose_kernel[config.grid(M, K, data.device)](

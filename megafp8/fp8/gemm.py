@@ -25,7 +25,7 @@ from torch import Tensor
 from megafp8.fp8 import gemm_speed, reference, scaled_mm, triton_gemm
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.storage import QuantizedStorage
+from megafp8.fp8.storage import QuantizedStorage, gemm_layout
 
 log = logging.getLogger(__name__)
 
@@ -286,6 +286,7 @@ def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[Quant
             tiles = -(-(end - start) // storage.tile.block)
             scale_inv = storage.scale_inv.narrow(dim, tile, tiles)
             tile += tiles
+        scale_inv = gemm_layout(scale_inv, storage.tile)
         yield QuantizedStorage(data, scale_inv, storage.tile, storage.scale, storage.orientation)
         start = end
 
@@ -294,6 +295,7 @@ def _experts(weight: QuantizedStorage) -> Iterator[QuantizedStorage]:
     """Each expert's weight."""
     for index in range(weight.data.shape[0]):
         scale_inv = weight.scale_inv[index : index + 1] if weight.tile.kind == "tensor" else weight.scale_inv[index]
+        scale_inv = gemm_layout(scale_inv, weight.tile)
         yield QuantizedStorage(weight.data[index], scale_inv, weight.tile, weight.scale, weight.orientation)
 
 

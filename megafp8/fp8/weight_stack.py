@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import gemm
+from megafp8.fp8.backend import transpose_each
 from megafp8.fp8.param import Weight
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.reference import transpose
 from megafp8.fp8.storage import QuantizedStorage, gemm_layout
 
 
@@ -83,7 +83,7 @@ class WeightStack:
         if orientation == "colwise" and tile.symmetric:
             row = self.operand("fprop")
             scales = row.scale_inv.transpose(1, 2).contiguous()
-            return QuantizedStorage(_transposed(row.data), scales, tile, row.scale, "colwise")
+            return QuantizedStorage(transpose_each(row.data), scales, tile, row.scale, "colwise")
         if self.weights[0].primary is not None:
             return self._of_primary(orientation)
         values = self.values(self.params[0].dtype)
@@ -103,7 +103,7 @@ class WeightStack:
         view = stacked(data)
         together = stack_bytes(data) if view is None else view
         if orientation == "colwise":
-            together = _transposed(together)
+            together = transpose_each(together)
         spec = self.recipe.quantizer("weight").spec
         return QuantizedStorage(together, scales, spec.tile, spec.scale, orientation)
 
@@ -120,11 +120,3 @@ class WeightStack:
         of_primary = self.weights[0].primary is not None
         copies = (copy for name, copy in self._copies.items() if not (of_primary and name == "rowwise"))
         return sum(copy.nbytes for copy in copies)
-
-
-def _transposed(data: Tensor) -> Tensor:
-    """`[G, N, K]` as `[G, K, N]`, byte by byte."""
-    out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=torch.uint8, device=data.device)
-    for number, part in enumerate(data):
-        out[number] = transpose(part).view(torch.uint8)
-    return out.view(data.dtype)

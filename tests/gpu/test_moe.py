@@ -101,7 +101,7 @@ def test_layer_is_near_the_cpu(name):
         y.backward(torch.ones_like(y))
         results.append([y.float(), x.grad.float(), *sink.buffers.values()])
     for expected, got in zip(*results, strict=True):
-        assert relative_error(got.cpu(), expected) < 2e-2
+        assert relative_error(got.cpu(), expected) < (5e-2 if name == "tensorwise" else 2e-2)
 
 
 @pytest.mark.parametrize("name", [None, "blockwise"])

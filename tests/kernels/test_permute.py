@@ -28,6 +28,15 @@ def test_equal_the_plain_functions(dtype, drops):
     torch.testing.assert_close(out, sums(y, order.rows, order.kept), rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [99, 132])
+def test_bytes_are_copied(width):
+    x = torch.randint(256, (5, width), dtype=torch.uint8)
+    index = torch.tensor([4, 0, 0, -1, 2])
+    with testing.emulated_launches():
+        rows = permute.spread(x, index)
+    assert torch.equal(rows, x[index].masked_fill((index < 0)[:, None], 0))
+
+
 def test_compiled_for_hopper():
     x, index = torch.empty(64, 7168, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int64)
     with testing.captured_launches() as launches:

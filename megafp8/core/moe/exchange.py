@@ -81,7 +81,7 @@ def _packed_rows(x: Tensor, exchange: Exchange, quantizer: Quantizer | None) -> 
         return spread(x, tokens, exchange.outgoing.empty)
     if filled:  # rows that fill up are those of a token of zeros
         x, tokens = torch.nn.functional.pad(x, (0, 0, 0, 1)), tokens.where(tokens >= 0, len(x))
-    return pack(quantizer.quantize(x, rowwise=True).rowwise)[tokens]
+    return spread(pack(quantizer.quantize(x, rowwise=True).rowwise), tokens, None)
 
 
 class _Send(torch.autograd.Function):
