@@ -5,8 +5,12 @@ Both sides start from the same rows in BF16 and give the rows' gradient and FP32
 the copy that the backward of inputs reads is transposed once, as in a step of several microbatches (`--fresh-weights`:
 in every run). Bytes held for backward count the experts' input, not their output, nor copies of weights.
 
+`--wire` times what is done to rows before and after they travel, in BF16 and in FP8, on the way to the experts and for
+the gradients of their outputs. FP8 pays where ranks send slower than `break even`: bytes saved by the time it costs.
+
     python tools/bench_moe.py                                          # 8 of DeepSeek-V3's experts, 32768 rows
     python tools/bench_moe.py --parts --json moe.json                  # device time by kernel
+    python tools/bench_moe.py --wire                                   # what it costs to send rows in FP8
     python tools/bench_moe.py --device cpu --hidden 256 --ffn 128 --rows 512 --experts 4 --repeats 1
 """
 
@@ -18,6 +22,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,8 +32,9 @@ from torch import Tensor
 from megafp8.config.model import ModelConfig
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.experts import ExpertRows, Experts
+from megafp8.core.moe.permutation import spread
 from megafp8.fp8 import get_recipe
-from megafp8.fp8.grouped_rows import RowSpec, take_rows
+from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, unpack, unpack_values
 from megafp8.fp8.policy import Policy
 from megafp8.fp8.primary import PrimaryBytes, orientations
 from megafp8.fp8.tensor import QuantizedTensor
@@ -211,6 +217,60 @@ class Bench:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+class Wire:
+    """Rows on their way, without the way: `topk` copies of each token leave, as many rows arrive."""
+
+    def __init__(self, args: argparse.Namespace, topk: int = 8) -> None:
+        device, self.hidden, self.repeats = torch.device(args.device), args.hidden, args.repeats
+        recipe = get_recipe("blockwise")
+        self.input, self.gradient = recipe.quantizer("input"), recipe.quantizer("grad_output")
+        tokens = args.rows // topk
+        self.x = torch.randn(tokens, args.hidden, device=device).bfloat16()
+        self.leaving = torch.randperm(tokens * topk, device=device) // topk
+        self.arriving = torch.randperm(len(self.leaving), device=device)
+
+    def to_experts(self, fp8: bool) -> None:
+        spec = RowSpec(self.input, colwise=True, alignment=128)
+        if fp8:
+            rows = spread(pack(self.input.quantize(self.x).rowwise), self.leaving, None)
+            take_rows(unpack(self.input, rows, self.hidden), self.arriving, spec, torch.bfloat16)
+        else:
+            take_rows(spread(self.x, self.leaving, None), self.arriving, spec, torch.bfloat16)
+
+    def gradients(self, fp8: bool) -> None:
+        if fp8:
+            rows = spread(pack(self.gradient.quantize(self.x).rowwise), self.leaving, None)
+            arrived = unpack_values(self.gradient, rows, self.hidden, torch.bfloat16)
+        else:
+            arrived = spread(self.x, self.leaving, None)
+        spread(arrived, self.arriving, None)
+
+    def report(self) -> Iterator[str]:
+        rows = len(self.leaving)
+        saved = rows * (2 * self.hidden - row_bytes(self.input, self.hidden))
+        for name, run in (("to experts", self.to_experts), ("gradients", self.gradients)):
+            bf16, fp8 = (self._time(run, on) for on in (False, True))
+            even = f"{saved / (fp8 - bf16) / 1e6:8.0f} GB/s" if fp8 > bf16 else "always"
+            yield f"{name:10} bf16 {bf16:6.3f}ms  fp8 {fp8:6.3f}ms  saves {saved / 1e6:6.0f} MB  break even {even}"
+
+    def _time(self, run: Callable[[bool], None], fp8: bool) -> float:
+        run(fp8)
+        times = []
+        for _ in range(self.repeats):
+            if self.x.is_cuda:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                run(fp8)
+                end.record()
+                torch.cuda.synchronize()
+                times.append(start.elapsed_time(end))
+            else:
+                begin = time.perf_counter()
+                run(fp8)
+                times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=7168)
@@ -221,6 +281,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--fresh-weights", action="store_true", help="weights have changed before every run")
     parser.add_argument("--parts", action="store_true", help="device time by kernel")
+    parser.add_argument("--wire", action="store_true", help="times of rows before and after they travel, instead")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
@@ -228,6 +289,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args, results = parse_args(argv), []
+    if args.wire:
+        for line in Wire(args).report():
+            print(line)
+        return 0
     print(f"{'recipe':10} {'fwd+bwd':>10} {'forward':>10} {'speed':>6} {'bytes a row':>11} {'of bf16':>7}")
     for name in args.recipes:
         bench = Bench(args, name)

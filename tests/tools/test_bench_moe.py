@@ -19,3 +19,10 @@ def test_experts_have_uneven_rows():
     assert sum(counts) == 32768
     assert max(counts) > 2 * min(counts)
     assert all(count % 2 for count in counts[:-1])
+
+
+def test_what_travelling_costs(capsys):
+    assert main(["--device", "cpu", "--hidden", "256", "--rows", "64", "--repeats", "1", "--wire"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("bf16")[0].strip() for line in lines] == ["to experts", "gradients"]
+    assert all("break even" in line for line in lines)
