@@ -6,6 +6,7 @@ add. Each rank has names of its own: no rank can get another one's stream.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from collections.abc import Mapping
@@ -24,6 +25,14 @@ class RandomState:
 
     def __init__(self, rank: int = 0):
         self._prefix = f"{PREFIX}{rank:05d}/"
+
+    def seed(self, seed: int) -> None:
+        """Starts all of them: the same flags give the same states, and each rank has others."""
+        digest = hashlib.blake2b(f"{seed}/{self._prefix}".encode(), digest_size=8).digest()
+        value = int.from_bytes(digest, "little")
+        random.seed(value)
+        np.random.seed(value % 2**32)  # noqa: NPY002 (the global state is what is saved)
+        torch.manual_seed(value >> 1)  # of the GPU too
 
     def state(self) -> dict[str, StateItem]:
         """Copies of the states as integer tensors."""

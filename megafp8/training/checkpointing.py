@@ -42,13 +42,15 @@ class RunState:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._plans = SavePlans(parts.parallel)
+        random_state = RandomState(parts.parallel.rank)
+        random_state.seed(parts.config.train.seed)
         owners = [
             parts.optimizer.weights,
             parts.model,
             parts.optimizer,
             parts.scaling,
             LastShares(parts.model.routers()),
-            RandomState(parts.parallel.rank),
+            random_state,
         ]
         self._owners = [owner for owner in owners if owner is not None]
 

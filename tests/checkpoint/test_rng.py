@@ -39,3 +39,14 @@ def test_a_rank_never_takes_the_stream_of_another():
 
 def draw_state():
     return torch.get_rng_state()
+
+
+def test_the_seed_starts_all_of_them_and_every_rank_otherwise():
+    def drawn(seed, rank):
+        RandomState(rank).seed(seed)
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+    first = drawn(7, 0)
+    assert drawn(7, 0) == first
+    for other in (drawn(8, 0), drawn(7, 1)):
+        assert all(a != b for a, b in zip(first, other, strict=True))

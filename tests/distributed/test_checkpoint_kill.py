@@ -78,4 +78,5 @@ def test_killed_in_saves_and_resumed(pool, tmp_path):
     assert {"rng-00001.safetensors", "optimizer-00001.safetensors"} <= set(files)
     assert files == sorted(path.name for path in other.glob("*.safetensors"))
     assert not [name for name in files if (one / name).read_bytes() != (other / name).read_bytes()]
-    assert saved_iterations(parts / "c") == saved_iterations(tmp_path / "whole" / "c") == [5, 10, 12]
+    # One that was killed before it could delete the checkpoint before leaves that one.
+    assert set(saved_iterations(parts / "c")) >= {5, 10, 12} == set(saved_iterations(tmp_path / "whole" / "c"))
