@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from .adamw_device import chunk_layout, round_to, step_chunks
 from .adamw_tiles import adamw_tiles_kernel
 from .quantize import Spec
-from .quantize_device import cast_fp8, nonfinite_to_nan
+from .quantize_device import cast_fp8, nonfinite_to_nan, scale_from_amax
 
 CHUNK = gl.constexpr(64)
 
@@ -61,7 +61,8 @@ class Launch(NamedTuple):
 
 
 DEFAULT = Launch()
-TILES, TALL_TILES = Launch(16, 8), Launch(16, 16)
+FP8_MOMENTS = Launch(8, 4)
+TILES, TALL_TILES = Launch(16, 8), Launch(32, 16)
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,18 @@ def adamw_tiles(
     )  # fmt: skip
 
 
+def scales(amax: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """From packed FP32 amaxes the FP32 multipliers of the elements, and scale_inv as `spec` stores it."""
+    dtype = torch.float8_e8m0fnu if spec.scale.value == "e8m0" else torch.float32
+    multiplier, stored = torch.empty_like(amax), torch.empty(amax.shape, dtype=dtype, device=amax.device)
+    raw = stored.view(torch.uint8) if spec.scale.value == "e8m0" else stored
+    scales_kernel[(-(-amax.numel() // 1024),)](
+        amax, multiplier, raw, spec.amax_epsilon, amax.numel(), FMAX=spec.format.fmax,
+        SCALE=_SCALES[spec.scale.value], N=1024, W=4, num_warps=4,
+    )  # fmt: skip
+    return multiplier, stored
+
+
 def knows_tiles(spec: Spec) -> bool:
     """Whether `adamw_tiles` does."""
     tile = spec.tile
@@ -242,6 +255,15 @@ def adamw_kernel(master_ptr, weight_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v
                     gl.load(rates + 1), gl.load(correction2_ptr), rest1, rest2, eps, REMAINDER, L)
     if packed_ptr is not None:
         amax_of_chunks(packed_ptr + gl.load(piece + AMAX), p, index, live, gl.load(piece + COLUMNS), B, ROUND, R)
+
+
+@jit
+def scales_kernel(amax_ptr, multiplier_ptr, stored_ptr, epsilon, count, FMAX: gl.constexpr, SCALE: gl.constexpr,
+                  N: gl.constexpr, W: gl.constexpr):
+    i = gl.program_id(0) * N + gl.arange(0, N, layout=gl.BlockedLayout([4], [32], [W], [0]))
+    multiplier, stored = scale_from_amax(gl.load(amax_ptr + i, mask=i < count, other=0.0), epsilon, FMAX, SCALE)
+    gl.store(multiplier_ptr + i, multiplier, mask=i < count)
+    gl.store(stored_ptr + i, stored, mask=i < count)
 
 
 @jit

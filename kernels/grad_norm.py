@@ -19,17 +19,16 @@ from triton.experimental.gluon import language as gl
 from .adamw_device import CHUNK, chunk_layout
 from .quantize_configs import multiprocessors
 
-ROWS, WARPS, PROGRAMS_A_MULTIPROCESSOR = 32, 4, 6
+ROWS, WARPS, PROGRAMS_A_MULTIPROCESSOR = 32, 4, 12
 GRIDS, GRID_PROGRAMS = 4, 4
 
 
 class Squares(NamedTuple):
-    """What `squares` found: FP64 sums [chunks], and a value a program: FP64 largest sum, int32 whether one isn't
-    finite, int64 elements that are not 0 (None unless asked for)."""
+    """What `squares` found: FP64 sums [chunks]; FP64 [2], the largest and whether one isn't finite (0 or 1); int64
+    [programs], elements that are not 0 (None unless asked for)."""
 
     sums: Tensor
-    largest: Tensor
-    bad: Tensor
+    summary: Tensor
     nonzero: Tensor | None
 
 
@@ -39,14 +38,13 @@ def pair(a, b):
 
 
 @jit
-def squares_kernel(x_ptr, mask_ptr, sums_ptr, largest_ptr, bad_ptr, nonzero_ptr, chunks, R: gl.constexpr,
-                   W: gl.constexpr):
+def squares_kernel(x_ptr, mask_ptr, sums_ptr, partial_ptr, nonzero_ptr, chunks, R: gl.constexpr, W: gl.constexpr):
     """A chunk that isn't counted (mask 0), or isn't finite, has the sum 0."""
     L: gl.constexpr = chunk_layout(W)
     rows = gl.arange(0, R, layout=gl.SliceLayout(1, L))
     columns = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)
     largest = gl.full((R,), 0.0, gl.float64, layout=gl.SliceLayout(1, L))
-    bad = gl.full((R,), 0, gl.int32, layout=gl.SliceLayout(1, L))
+    bad = gl.full((R,), 0.0, gl.float64, layout=gl.SliceLayout(1, L))
     nonzero = gl.full((R,), 0, gl.int32, layout=gl.SliceLayout(1, L))
     for first in range(gl.program_id(0) * R, chunks, gl.num_programs(0) * R):
         row = first + rows
@@ -60,7 +58,7 @@ def squares_kernel(x_ptr, mask_ptr, sums_ptr, largest_ptr, bad_ptr, nonzero_ptr,
         s = gl.reduce(a + b, 1, pair)
         s = gl.convert_layout(s, gl.SliceLayout(1, L))
         finite = s - s == 0.0
-        bad = gl.where(finite, bad, 1)
+        bad = gl.where(finite, bad, 1.0)
         counted = live
         if mask_ptr is not None:
             counted = gl.load(mask_ptr + row, mask=live, other=0) != 0
@@ -69,14 +67,23 @@ def squares_kernel(x_ptr, mask_ptr, sums_ptr, largest_ptr, bad_ptr, nonzero_ptr,
         largest = gl.maximum(largest, s)
         if nonzero_ptr is not None:
             nonzero += gl.where(counted, gl.sum((x != 0.0).to(gl.int32), axis=1), 0)
-    gl.store(largest_ptr + gl.program_id(0), gl.max(largest, axis=0))
-    gl.store(bad_ptr + gl.program_id(0), gl.max(bad, axis=0))
+    partial = partial_ptr + gl.program_id(0) * 2
+    gl.store(partial, gl.max(largest, axis=0))
+    gl.store(partial + 1, gl.max(bad, axis=0))
     if nonzero_ptr is not None:
         gl.store(nonzero_ptr + gl.program_id(0), gl.sum(nonzero.to(gl.int64), axis=0))
 
 
 @jit
-def grids_kernel(sums_ptr, shifts_ptr, out_ptr, count, N: gl.constexpr, W: gl.constexpr):
+def shift_of(largest, LEVEL: gl.constexpr):
+    """1.5 * 2^(52 - 22 level) times the power of two above `largest`: `norm.grid_shifts`."""
+    exponent = (largest.to(gl.int64, bitcast=True) >> 52) + 1 - 22 * LEVEL + 52
+    exponent = gl.where(largest == 0.0, 1023 - 22 * LEVEL + 52, exponent)
+    return ((exponent << 52) + (1 << 51)).to(gl.float64, bitcast=True)
+
+
+@jit
+def grids_kernel(sums_ptr, largest_ptr, out_ptr, count, N: gl.constexpr, W: gl.constexpr):
     """Adds what lies on each of the four grids; every such sum is exact."""
     L: gl.constexpr = gl.BlockedLayout([2], [32], [W], [0])
     index = gl.arange(0, N, layout=L)
@@ -84,10 +91,11 @@ def grids_kernel(sums_ptr, shifts_ptr, out_ptr, count, N: gl.constexpr, W: gl.co
     a1 = a0
     a2 = a0
     a3 = a0
-    s0 = gl.load(shifts_ptr)
-    s1 = gl.load(shifts_ptr + 1)
-    s2 = gl.load(shifts_ptr + 2)
-    s3 = gl.load(shifts_ptr + 3)
+    largest = gl.load(largest_ptr)
+    s0 = shift_of(largest, 1)
+    s1 = shift_of(largest, 2)
+    s2 = shift_of(largest, 3)
+    s3 = shift_of(largest, 4)
     for first in range(gl.program_id(0) * N, count, gl.num_programs(0) * N):
         rest = gl.load(sums_ptr + (first + index), mask=first + index < count, other=0.0)
         on = (rest + s0) - s0
@@ -111,23 +119,19 @@ def squares(x: Tensor, mask: Tensor | None, *, count_nonzero: bool = False) -> S
     """Of a flat FP32 tensor `[64 n]`. mask: bool [n], chunks that count; None: all."""
     chunks = x.numel() // CHUNK.value
     programs = max(1, min(-(-chunks // ROWS), PROGRAMS_A_MULTIPROCESSOR * multiprocessors(x.device)))
-    found = Squares(
-        torch.empty(chunks, dtype=torch.float64, device=x.device),
-        torch.empty(programs, dtype=torch.float64, device=x.device),
-        torch.empty(programs, dtype=torch.int32, device=x.device),
-        torch.empty(programs, dtype=torch.int64, device=x.device) if count_nonzero else None,
-    )
+    sums = torch.empty(chunks, dtype=torch.float64, device=x.device)
+    partial = torch.empty(programs, 2, dtype=torch.float64, device=x.device)
+    nonzero = torch.empty(programs, dtype=torch.int64, device=x.device) if count_nonzero else None
     mask = None if mask is None else mask.view(torch.uint8)
     squares_kernel[(programs,)](
-        x, mask, found.sums, found.largest, found.bad, found.nonzero, chunks, R=ROWS, W=WARPS, num_warps=WARPS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return found
+        x, mask, sums, partial, nonzero, chunks, R=ROWS, W=WARPS, num_warps=WARPS, enable_fp_fusion=False
+    )
+    return Squares(sums, partial.amax(0), nonzero)
 
 
-def grids(sums: Tensor, shifts: Tensor) -> Tensor:
-    """FP64 sums [4] of the parts of `sums` on each grid. shifts: FP64 [4], adding and taking one away rounds to it."""
+def grids(sums: Tensor, largest: Tensor) -> Tensor:
+    """FP64 sums [4] of the parts of `sums` on each grid. largest: FP64 scalar that no sum exceeds."""
     programs = max(1, min(-(-sums.numel() // 1024), GRID_PROGRAMS * multiprocessors(sums.device)))
     out = torch.empty(programs, GRIDS, dtype=torch.float64, device=sums.device)
-    grids_kernel[(programs,)](sums, shifts, out, sums.numel(), N=1024, W=4, num_warps=4, enable_fp_fusion=False)
+    grids_kernel[(programs,)](sums, largest, out, sums.numel(), N=1024, W=4, num_warps=4, enable_fp_fusion=False)
     return out.sum(0)

@@ -146,6 +146,8 @@ def update_bytes(precision: Precision, weight: int) -> float:
 
 def cases(layers: int) -> Iterator[tuple[str, float, Callable[[], Callable[[], object]]]]:
     """(name, bytes a parameter, what makes the call)."""
+    numel = sum(map(_numel, LAYER.values())) * layers
+    yield "torch fused AdamW + cast", 34, lambda: torch_adamw(numel)
     yield "AdamW, fp32 state", 30, lambda: updater(make_optimizer(layers))
     for name, precision in list(PRECISIONS.items())[1:]:
         make = lambda p=precision: updater(make_optimizer(layers, precision=p))  # noqa: E731
@@ -156,7 +158,6 @@ def cases(layers: int) -> Iterator[tuple[str, float, Callable[[], Callable[[], o
     yield "gradient norm", 4, lambda: norm(make_optimizer(layers))
     yield "whole step, fp32 state", 34, lambda: step(make_optimizer(layers))
     yield "whole step, FP8 primary blockwise", 33, lambda: step(make_optimizer(layers, "blockwise", primary=True))
-    yield "torch fused AdamW + cast", 34, lambda: torch_adamw(sum(map(_numel, LAYER.values())) * layers)
 
 
 def norm(optimizer: Optimizer) -> Callable[[], Tensor]:

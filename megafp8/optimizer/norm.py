@@ -153,27 +153,29 @@ class Measure:
             for of_buffer, masks in zip(parts, self._masks, strict=True)
             for part, mask in zip(of_buffer, masks, strict=True)
         ]
-        values = torch.cat([sums for sums, _, _ in found]) if len(found) > 1 else found[0][0]
-        finite = torch.stack([~bad for _, _, bad in found]).all()
-        flags = [~finite, torch.zeros_like(finite) if bad is None else bad]
-        largest = torch.stack([largest for _, largest, _ in found]).max()
-        agreed = self._everyone.max_(torch.stack([largest, *(flag.double() for flag in flags)]))
-        shifts = grid_shifts(agreed[0])
-        grids = split_on_grids(values, shifts) if self._kernels is None else self._kernels.grids(values, shifts)
-        sums = self._spread.sum_(grids)
+        values = torch.cat([sums for sums, _ in found]) if len(found) > 1 else found[0][0]
+        summary = torch.stack([pair for _, pair in found]).amax(0) if len(found) > 1 else found[0][1]
+        third = torch.zeros_like(summary[:1]) if bad is None else bad.double().view(1)
+        agreed = self._everyone.max_(torch.cat([summary, third]))
+        sums = self._spread.sum_(self._grids(values, agreed[0]))
         broken = agreed[1] > 0
         norm = torch.where(broken, torch.nan, total_of(sums).sqrt())
         return norm, broken | (agreed[2] > 0)
 
-    def _squares(self, part: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(sums of chunks, 0 of those that are not counted or not finite; the largest; whether one isn't finite)."""
+    def _squares(self, part: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Sums of chunks, 0 of those that are not counted or not finite; FP64 [2]: the largest, and 1 if one isn't."""
         if self._kernels is not None and part.numel():
-            found = self._kernels.squares(part, mask)
-            return found.sums, found.largest.max(), found.bad.max() != 0
+            return self._kernels.squares(part, mask)[:2]
         squares = chunk_squares(part)
         finite = squares.isfinite()
         squares = torch.where(finite if mask is None else finite & mask, squares, 0.0)
-        return squares, squares.max() if squares.numel() else squares.new_zeros(()), ~finite.all()
+        largest = squares.max() if squares.numel() else squares.new_zeros(())
+        return squares, torch.stack([largest, (~finite.all()).double()])
+
+    def _grids(self, values: Tensor, largest: Tensor) -> Tensor:
+        if self._kernels is not None and values.numel():
+            return self._kernels.grids(values, largest)
+        return split_on_grids(values, grid_shifts(largest))
 
     def num_zeros(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
         """Int64 scalar: elements, of what all ranks hold, that are exactly 0; vocabulary padding doesn't count."""

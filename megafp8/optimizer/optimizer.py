@@ -252,6 +252,9 @@ class Optimizer:
 
     def _gather_weights(self) -> None:
         """Brings the other ranks' shards of the weights, and announces all of them."""
+        for update in self._updates:
+            if isinstance(update.weights, FlatPrimary):
+                update.weights.write_copies(update.master)
         for number, bucket in reversed(launch_order(self.layouts)):  # what the next forward needs first goes first
             pending = self._flat_weights[number].post_gather(bucket)
             self.weights.arrivals.expect(self._names_in(number, bucket), pending, self.weights.params)

@@ -11,7 +11,7 @@ every rank makes them from the same amaxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class FlatPrimary:
         return places, self.weights[cut[0]].shared
 
     def hold_copy(self, name: str) -> None:
-        """From the next `write` on the weight is there in the compute dtype as well, and its parameter shows that."""
+        """From the next write on the weight is there in the compute dtype as well, and its parameter shows that."""
         param = self.weights[name].param
         flat = torch.zeros(-(-param.numel() // 2) * 2, dtype=self.dtype, device=param.device)  # even, see post_gather
         param.data = flat[: param.numel()].view(param.shape)
@@ -101,12 +101,14 @@ class FlatPrimary:
         owner.hold_fp8_only(self.weights[name].primary)
         self.weights[name] = owner
 
-    def _write_copies(self, masters: Tensor) -> None:
+    @torch.no_grad()
+    def write_copies(self, masters: Tensor) -> None:
+        """Rounds this rank's shards of the masters (flat) into the copies that are held, before `post_gather`."""
         for flat in self._copies.values():
             flat.zero_()
-        for piece, values, _ in self._pieces(masters) if self._copies else ():
+        for piece in self.shard.pieces if self._copies else ():
             if piece.name in self._copies:
-                self._copies[piece.name][piece.start : piece.start + values.numel()] = values
+                self._copies[piece.name][piece.start : piece.stop] = masters[piece.place].to(self.dtype)
         for name in self._copies:
             torch.autograd.graph.increment_version(self.weights[name].param)
 
@@ -156,13 +158,16 @@ class FlatPrimary:
                 values = masters[piece.place].to(self.dtype)
                 piece_amax(self.quantizer, values, piece.start, self._shape(piece.name), orientation, out)
 
-    def share_scales(self, packed: Tensor) -> Tensor:
-        """From the amaxes of this rank's pieces the scales of the weights, on all ranks; returns the multipliers."""
+    def share_scales(self, packed: Tensor, scales: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """From the amaxes of this rank's pieces the scales of the weights, on all ranks; returns the multipliers.
+
+        scales: what makes (multipliers, what is stored) of amaxes, instead of the quantizer's operations.
+        """
         self.axis.max_(packed)
         if self._cut is not None:  # the maximum over the ranks that hold the weights' other parts
             index, shared = self._cut
             packed[index] = shared.max_(packed[index])
-        multipliers, inverses = self._scales(packed)
+        multipliers, inverses = self._scales(packed, scales or self.quantizer.scales)
         for name, weight in self.weights.items():
             found = [{o: self._of(flat, name, o) for o in self.flats} for flat in (packed, inverses)]
             weight.primary.set_scales(*found, self._history_scale(weight))
@@ -184,10 +189,10 @@ class FlatPrimary:
                     flat[offset : offset + values.numel()],
                 )
 
-    def _scales(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+    def _scales(self, packed: Tensor, of_amaxes: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Multipliers and what is stored, packed as the amaxes: of them, or of the history."""
-        if self.scaling is None:
-            return self.quantizer.scales(packed)
+        if all(self._history_scale(weight) is None for weight in self.weights.values()):  # as before the first step
+            return of_amaxes(packed)
         multipliers = torch.ones_like(packed)
         for name, weight in self.weights.items():
             self._of(multipliers, name, "rowwise").copy_(self._history_scale(weight).view(1))

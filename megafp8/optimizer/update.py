@@ -129,10 +129,12 @@ class Launches:
             if module.knows_tiles(self.spec) and self.primary.in_chunks:
                 whole, self.shared = self.primary.whole_tiles()
         self.tiles = module.Tables.of_tiles(self._rows(whole), self.spec, device) if whole else None
-        self.flat = module.Tables.of(self._rows(self.shared), device) if self.shared else None
         stored = (update.exp_avg, update.exp_avg_sq)
         self.moments = [moment.tensors for moment in stored]
-        self.decoding = codecs.decoding_table(device) if any(m.amax is not None for m in stored) else None
+        fp8 = any(moment.amax is not None for moment in stored)
+        self.decoding = codecs.decoding_table(device) if fp8 else None
+        launch = module.FP8_MOMENTS if fp8 else module.DEFAULT
+        self.flat = module.Tables.of(self._rows(self.shared), device, launch) if self.shared else None
 
     def run(self, grad: Tensor, scalars: StepScalars, constants: dict[str, float]) -> None:
         """As `BufferUpdate.__call__`."""
@@ -152,7 +154,7 @@ class Launches:
             module.adamw_tiles(self.tiles, master, *rest, self.primary.flats, amax, self.spec, **options)
         if self.flat is not None:
             self._update_shared(master, rest, amax, options)
-        multipliers = self.primary.share_scales(amax)
+        multipliers = self.primary.share_scales(amax, lambda packed: module.scales(packed, self.spec))
         if self.flat is not None:
             self._write_shared(master, multipliers)
 

@@ -139,8 +139,9 @@ def make_primary(recipe: str) -> Optimizer:
 
 @pytest.fixture(autouse=True)
 def _small_launches(monkeypatch):
-    """Tables are made for launches of one warp."""
-    monkeypatch.setattr(kernels.Tables.of, "__defaults__", (kernels.Launch(8, 1),))
+    """One warp a program."""
+    monkeypatch.setattr(kernels, "DEFAULT", kernels.Launch(8, 1))
+    monkeypatch.setattr(kernels, "FP8_MOMENTS", kernels.Launch(8, 1))
 
 
 RECIPES = ["tensorwise", "blockwise", "mxfp8", "mxfp8 1d"]
