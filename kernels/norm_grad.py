@@ -3,8 +3,9 @@
     y = x * rstd * (w + offset)
     dx = rstd * (dy * w - x * rstd * mean(dy * w * x * rstd)) + beside        dw = sum over rows of dy * x * rstd
 
-FP32 inside, dx rounded once. Each program sums dw over its rows; a second kernel adds these sums in one order, so that
-the result does not depend on timing.
+FP32 inside. dx is rounded before `beside` is added, so that it makes no difference whether that happens here or later.
+Each program sums dw over its rows; a second kernel adds these sums in one order, so that the result does not depend on
+timing.
 """
 
 from __future__ import annotations
@@ -37,11 +38,24 @@ def norm_grad_kernel(dy, x, weight, rstd, beside, dx, dw, T, stride_dy, stride_x
         total += grad * normal
         grad *= w
         mean = tl.sum(grad * normal, 0) / H
-        out = (grad - normal * mean) * r
+        out = ((grad - normal * mean) * r).to(dx.dtype.element_ty)
         if beside is not None:
-            out += tl.load(beside + t * stride_beside + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + t * H + cols, out.to(dx.dtype.element_ty), mask=mask)
+            other = tl.load(beside + t * stride_beside + cols, mask=mask, other=0.0)
+            out = (out.to(tl.float32) + other.to(tl.float32)).to(dx.dtype.element_ty)
+        tl.store(dx + t * H + cols, out, mask=mask)
     tl.store(dw + tl.program_id(0).to(tl.int64) * H + cols, total, mask=mask)
+
+
+@triton.jit
+def sum_rows_kernel(partial, out, ROWS, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """out[h] = sum over rows of partial [ROWS, H], rounded to out's dtype."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK_R, BLOCK], tl.float32)
+    for first in range(0, ROWS, BLOCK_R):
+        rows = first + tl.arange(0, BLOCK_R)
+        mask = (rows < ROWS)[:, None] & (cols < H)[None, :]
+        total += tl.load(partial + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < H)
 
 
 def rms_norm_grad(
@@ -49,8 +63,8 @@ def rms_norm_grad(
 ) -> tuple[Tensor, Tensor]:
     """(dx [T, h] in x's dtype, dw [h] in the weight's) of RMSNorm.
 
-    dy, x, beside: [T, h], contiguous rows. rstd: FP32 [T], from forward. beside: added to dx before it is rounded.
-    Raises ValueError for rows wider than 16384.
+    dy, x, beside: [T, h], contiguous rows. rstd: FP32 [T], from forward. beside: added to the rounded dx, and rounded
+    again. Raises ValueError for rows wider than 16384.
     """
     T, H = x.shape
     if H > WIDEST:
@@ -65,4 +79,6 @@ def rms_norm_grad(
         dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0),
         beside.stride(0) if beside is not None else 0, H=H, WEIGHT_OFFSET=weight_offset, BLOCK=block,
         num_warps=max(1, min(16, block // 512)))  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    dw = torch.empty_like(weight)
+    sum_rows_kernel[(triton.cdiv(H, 32),)](partial, dw, programs, H, BLOCK_R=64, BLOCK=32, num_warps=4)
+    return dx, dw

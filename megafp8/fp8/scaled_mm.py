@@ -41,7 +41,8 @@ def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dt
     """`A [M, K] @ B [N, K].T + bias`, FP32 accumulation, `[M, N]` of `out_dtype`."""
     m, n = a.data.shape[0], b.data.shape[0]
     if a.scale is Scale.E8M0:
-        return _matmul_mxfp8(_padded(_one_dimensional(a)), _padded(_one_dimensional(b)), bias, out_dtype)[:m, :n]
+        y = _matmul_mxfp8(_padded(_one_dimensional(a)), _padded(_one_dimensional(b)), bias, out_dtype)
+        return y[:m, :n].contiguous()
     a, b = _padded(a), _padded(b)
     in_epilogue = bias is not None and a.tile.kind == "tensor" and out_dtype == bias.dtype == torch.bfloat16
     in_epilogue = in_epilogue and n == b.data.shape[0]
@@ -54,7 +55,8 @@ def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dt
         _RECIPES[b.tile.kind],
         bias=bias if in_epilogue else None,
         output_dtype=out_dtype,
-    )[:m, :n]
+    )
+    y = y[:m, :n].contiguous()  # attention's backward takes no gradient whose rows lie apart
     return y if bias is None or in_epilogue else y + bias.to(out_dtype)
 
 

@@ -54,8 +54,11 @@ def test_norm_gradient(offset):
     for other in (None, beside):
         with testing.emulated_launches():
             dx, dw = norm_grad.rms_norm_grad(dy, x, weight, rstd.float(), weight_offset=offset, beside=other)
-        expected = grads[0] if other is None else grads[0] + other.double()
-        torch.testing.assert_close(dx.double(), expected, rtol=2**-8, atol=1e-4)
+        if other is None:
+            torch.testing.assert_close(dx.double(), grads[0], rtol=2**-8, atol=1e-4)
+            alone = dx
+        else:
+            assert torch.equal(dx, alone + other)
         torch.testing.assert_close(dw.double(), grads[1], rtol=2**-8, atol=1e-4)
 
 
@@ -70,8 +73,9 @@ def test_compiled_for_hopper():
         rope.join_heads(q, k, v, cos, cos)
         wide = torch.empty(64, 8192, dtype=torch.bfloat16)
         norm_grad.rms_norm_grad(wide, wide, wide[0], torch.empty(64), beside=wide)
-    assert len(launches) == 4
+    assert len(launches) == 5
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
         assert used.spills == 0
-        assert any(op.startswith(("STG.E.128", "STG.E.64")) for op in used.instructions), launch.kernel.__name__
+        if launch.kernel.__name__ != "sum_rows_kernel":
+            assert any(op.startswith(("STG.E.128", "STG.E.64")) for op in used.instructions), launch.kernel.__name__
