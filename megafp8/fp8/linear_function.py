@@ -276,7 +276,8 @@ def _arriving(x: Tensor | QuantizedStorage, args: LinearArgs) -> tuple[Callable[
 
 
 def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tensor:
-    return args.comm.grad_input(gemm.dgrad(dy, w, args.dtype, args.backend))
+    dx = gemm.dgrad(dy, w, args.dtype, args.backend)
+    return args.comm.grad_input(dx).contiguous()  # attention's backward takes no gradient whose rows lie apart
 
 
 def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
