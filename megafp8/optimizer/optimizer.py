@@ -378,7 +378,7 @@ def build_optimizer(
         options,
         seed=config.train.seed,
         groups=groups_of(specs, config, decoupled),
-        precisions={name: precision_of(name, config, decay=spec.decay) for name, spec in specs.items()},
+        precisions={name: precision_of(name, spec.shape, config) for name, spec in specs.items()},
         parallel=parallel,
         sharding=Sharding.of(config),
         scaling=scaling,
