@@ -179,9 +179,7 @@ NOT_YET = (
     ),
 )
 
-NOT_YET_FIELDS = (
-    NotYetField("apply_wd_to_qk_layernorm", "decay of query and key norms"),
-)
+NOT_YET_FIELDS: tuple[NotYetField, ...] = ()
 
 FOREIGN: tuple[Foreign, ...] = (*ACCEPTED, *REFUSED, *NOT_YET)
 

@@ -74,6 +74,7 @@ class BuildContext:
     deterministic: only kernels with a deterministic backward.
     fp8_input_store: activations keep fc1's output in FP8; None: only those of experts in FP8.
     ring_attention: context-parallel ranks pass keys and values on, instead of gathering them.
+    head_norms_decay: weight decay applies to query and key norms.
     sums_outputs: tensor-parallel linears add up what the ranks have of Y and dX; False leaves that to the caller.
     """
 
@@ -90,6 +91,7 @@ class BuildContext:
     sums_outputs: bool = True
     dispatch: DispatchPlan = DispatchPlan()
     fp8_input_store: bool | None = None
+    head_norms_decay: bool = False
 
     def stores_in_fp8(self, fc1: str, *, expert: bool) -> bool:
         """Whether the activation after the linear `fc1` (global name) keeps its input in FP8."""
@@ -157,5 +159,6 @@ class BuildContext:
             deterministic=config.train.deterministic_mode,
             dispatch=DispatchPlan.of(config.parallel),
             fp8_input_store=config.fp8.activation_func_fp8_input_store,
+            head_norms_decay=config.optimizer.apply_wd_to_qk_layernorm,
             ring_attention=(config.parallel.cp_comm_type or ("all_gather",))[0] == "p2p",
         )

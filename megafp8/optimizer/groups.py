@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from megafp8.config import Config
@@ -34,11 +34,11 @@ def factor_of(factors: Mapping[str, float], name: str) -> float:
     return next((factor for pattern, factor in reversed(factors.items()) if fnmatchcase(name, pattern)), 1.0)
 
 
-def precision_of(name: str, config: Config, *, decay: bool) -> Precision:
-    """Of a parameter's masters and moments. Parameters without decay, norms and biases, stay in FP32: they are few."""
+def precision_of(name: str, shape: Sequence[int], config: Config) -> Precision:
+    """Of a parameter's masters and moments. Norms and biases stay in FP32: they are few."""
     o = config.optimizer
     kept = any(fnmatchcase(name, pattern) for pattern in o.keep_optimizer_state_in_fp32)
-    if not o.use_precision_aware_optimizer or not decay or kept:
+    if not o.use_precision_aware_optimizer or len(shape) < 2 or kept:
         return FP32_STATE
     return Precision("remainder" if o.store_param_remainders else "fp32", o.exp_avg_dtype, o.exp_avg_sq_dtype)
 

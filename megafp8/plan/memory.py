@@ -98,7 +98,7 @@ def buffer_layouts(config: Config) -> tuple[BufferLayout, ...]:
             torch.uint8 if p.name in primary else dtype,
             p.expert,
             Group(p.decay),
-            precision=precision_of(p.name, config, decay=p.decay),
+            precision=precision_of(p.name, p.shape, config),
         )
         for p in parameters(config)
     )

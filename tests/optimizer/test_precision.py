@@ -167,10 +167,10 @@ def config(**values):
 def test_flags_choose_the_precision_of_matrices():
     chosen = config(use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8",
                     store_param_remainders=True, keep_optimizer_state_in_fp32=("embedding.*",))  # fmt: skip
-    assert precision_of("layers.0.fc1.weight", chosen, decay=True) == Precision("remainder", "bf16", "fp8")
-    assert precision_of("embedding.weight", chosen, decay=True) == FP32_STATE
-    assert precision_of("layers.0.norm.weight", chosen, decay=False) == FP32_STATE
-    assert precision_of("layers.0.fc1.weight", config(use_precision_aware_optimizer=True), decay=True) == FP32_STATE
+    assert precision_of("layers.0.fc1.weight", (2, 2), chosen) == Precision("remainder", "bf16", "fp8")
+    assert precision_of("embedding.weight", (2, 2), chosen) == FP32_STATE
+    assert precision_of("layers.0.norm.weight", (2,), chosen) == FP32_STATE
+    assert precision_of("layers.0.fc1.weight", (2, 2), config(use_precision_aware_optimizer=True)) == FP32_STATE
 
 
 def test_flags_multiply_rates_by_name():

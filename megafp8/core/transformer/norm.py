@@ -27,6 +27,7 @@ class Norm(nn.Module):
     kind: "RMSNorm" or "LayerNorm" (Megatron-LM's `--normalization`).
     zero_centered: the weight is stored minus one (`--apply-layernorm-1p`), so that decay would pull it to one.
     gradient_is_part: each tensor-parallel rank's gradient covers only its tokens (sequence parallelism) or heads.
+    decay: whether weight decay applies.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Norm(nn.Module):
         eps: float,
         zero_centered: bool = False,
         gradient_is_part: bool = False,
+        decay: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -45,7 +47,7 @@ class Norm(nn.Module):
         self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
 
         def parameter(field: str, init) -> nn.Parameter:
-            spec = replicated(f"{name}.{field}", (size,), init, gradient_is_part=gradient_is_part)
+            spec = replicated(f"{name}.{field}", (size,), init, decay=decay, gradient_is_part=gradient_is_part)
             return attach_spec(nn.Parameter(torch.empty(size, dtype=dtype, device=device)), spec)
 
         self.weight = parameter("weight", ZEROS if zero_centered else ONES)
@@ -131,15 +133,17 @@ def hidden_norm(name: str, build: BuildContext) -> Norm:
 def head_norm(name: str, build: BuildContext) -> Norm:
     """The norm of each head's queries or keys, over the head's channels. It sees all tokens, but only this rank's
     heads: its gradient is a part as well."""
-    return _norm(name, build.model.kv_channels, build.model.norm_epsilon, build, build.tp.size > 1)
+    return _norm(
+        name, build.model.kv_channels, build.model.norm_epsilon, build, build.tp.size > 1, build.head_norms_decay
+    )
 
 
 def latent_norm(name: str, size: int, build: BuildContext) -> Norm:
     """The norm of a latent of `size` channels, which every rank has whole, of all tokens."""
-    return _norm(name, size, build.model.latent_norm_epsilon, build, False)
+    return _norm(name, size, build.model.latent_norm_epsilon, build, False, build.head_norms_decay)
 
 
-def _norm(name: str, size: int, eps: float, build: BuildContext, gradient_is_part: bool) -> Norm:
+def _norm(name: str, size: int, eps: float, build: BuildContext, gradient_is_part: bool, decay: bool = False) -> Norm:
     return Norm(
         name,
         size,
@@ -147,6 +151,7 @@ def _norm(name: str, size: int, eps: float, build: BuildContext, gradient_is_par
         eps=eps,
         zero_centered=build.model.apply_layernorm_1p,
         gradient_is_part=gradient_is_part,
+        decay=decay,
         dtype=build.dtype,
         device=build.device,
     )

@@ -38,6 +38,15 @@ def test_decay_groups():
     }
 
 
+def test_query_and_key_norms_decay_where_asked():
+    """--apply-wd-to-qk-layernorm."""
+    m = replace(EXOTIC, num_layers=1)
+    decaying = {s.name for s, _ in named_specs(make_model(m, head_norms_decay=True)) if s.decay}
+    plain = {s.name for s, _ in named_specs(make_model(m)) if s.decay}
+    heads = [f"{norm}.{field}" for norm in ("q_norm", "k_norm") for field in ("weight", "bias")]
+    assert decaying - plain == set(layer_names(0, heads, (), ()))
+
+
 def test_names_follow_modules():
     for m in (LLAMA, EXOTIC):
         assert all(name == p.spec.name for name, p in make_model(m).named_parameters())
