@@ -14,22 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .gemm_hopper_problem import (
-    BK,
-    BN,
-    HALF,
-    block_1d2d,
-    follow,
-    grouped_k,
-    lead,
-    next_stage,
-    release,
-    tensorwise,
-)
+from .gemm_hopper_problem import BK, BN, HALF, add_ring, block_1d2d, grouped_k, next_stage, tensorwise
 
 
 @gluon.jit
@@ -111,8 +101,19 @@ def _multiply(ring, stage, partial, ROW: gl.constexpr, use_acc=False):
 
 
 @gluon.jit
-def contract_pairs(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr, o):
-    """64 rows a warpgroup, two K blocks a stage and in flight: the second multiplies while the first is promoted."""
+def _release_late(ring, late, o):
+    """Releases stage `late` (-1: none), from which the last tile's C is on its way."""
+    if o.STORE == add_ring and late >= 0:
+        tma.store_wait(0)
+        mbarrier.arrive(ring.empty.index(late), count=1)
+
+
+@gluon.jit
+def contract_pairs(ring, stage, phase, late, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr, o):
+    """64 rows a warpgroup, two K blocks a stage and in flight: the second multiplies while the first is promoted.
+
+    late: a stage to release once the first of this tile's is done; waiting for it before would idle the tensor cores.
+    """
     zero = gl.zeros([HALF, BN], gl.float32, MMA)
     left, right = split_columns(zero)
     blocks = gl.cdiv(depth, BK)
@@ -120,30 +121,29 @@ def contract_pairs(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.conste
         slot = stage * 2
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(slot + 1).slice(ROW, HALF), ring.b.index(slot + 1), depth - (k + 1) * BK, o)
-        follow(stage, ROW // HALF, o)
         partial = _multiply(ring, slot, zero, ROW)
         partial_1 = _multiply(ring, slot + 1, zero, ROW)
         row, column = _scales(ring, slot, scale_b, left, ROW, o)
         partial = warpgroup_mma_wait(1, [partial])
-        lead(stage, ROW // HALF, o)
         left, right = _promote(left, right, partial, ring, slot, row, column, o)
         row, column = _scales(ring, slot + 1, scale_b + scale_b_k, left, ROW, o)
         partial_1 = warpgroup_mma_wait(0, [partial_1])
         left, right = _promote(left, right, partial_1, ring, slot + 1, row, column, o)
-        release(ring, stage, o)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        _release_late(ring, late, o)
+        late = -1
         scale_b += 2 * scale_b_k
         stage, phase = next_stage(stage, phase, o)
     if blocks % 2 == 1:
         slot = stage * 2
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(slot).slice(ROW, HALF), ring.b.index(slot), depth - (blocks - 1) * BK, o)
-        follow(stage, ROW // HALF, o)
         partial = _multiply(ring, slot, zero, ROW)
         row, column = _scales(ring, slot, scale_b, left, ROW, o)
         partial = warpgroup_mma_wait(0, [partial])
-        lead(stage, ROW // HALF, o)
         left, right = _promote(left, right, partial, ring, slot, row, column, o)
-        release(ring, stage, o)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        _release_late(ring, late, o)
         stage, phase = next_stage(stage, phase, o)
     return left, right, stage, phase
 
@@ -162,11 +162,9 @@ def contract_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.const
     for k in range(blocks):
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(stage).slice(ROW, 2 * HALF), ring.b.index(stage), depth - k * BK, o)
-        follow(stage, ROW // 128, o)
         partial = _multiply(ring, stage, partial, ROW)
         row, column = _scales(ring, stage, scale_b, left_0, ROW, o)
         partial = warpgroup_mma_wait(0, [partial])
-        lead(stage, ROW // 128, o)
         left_0, right_0 = _promote(left_0, right_0, partial, ring, stage, row, column, o)
         left_0, right_0 = warpgroup_mma_wait(0, [left_0, right_0])
         partial = _multiply(ring, stage, partial, ROW + HALF)
@@ -174,7 +172,7 @@ def contract_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.const
         partial = warpgroup_mma_wait(0, [partial])
         left_1, right_1 = _promote(left_1, right_1, partial, ring, stage, row, column, o)
         left_1, right_1 = warpgroup_mma_wait(0, [left_1, right_1])
-        release(ring, stage, o)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
         scale_b += scale_b_k
         stage, phase = next_stage(stage, phase, o)
     return left_0, right_0, left_1, right_1, stage, phase

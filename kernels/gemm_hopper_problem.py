@@ -8,18 +8,21 @@ Problem kinds: dense; grouped over M: A's rows are sorted by group, `ends[g]` is
 # ruff: noqa: SIM300 - options are constants, but not the ones to compare with
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate as aggregate
 
 DENSE, GROUPED_M, GROUPED_K = 0, 1, 2
 TENSORWISE, BLOCK_1D2D, BLOCK_1D1D = 0, 1, 2
+# C is written from registers; through shared memory by TMA; or so, added to what TMA brought from C before, into
+# buffers of its own or into a stage of the ring.
+DIRECT, BY_TMA, ADD_TMA, ADD_RING = 0, 1, 2, 3
 
 # The same for kernels, which may read globals only if they are constexprs.
 dense, grouped_m, grouped_k = gl.constexpr(DENSE), gl.constexpr(GROUPED_M), gl.constexpr(GROUPED_K)
 tensorwise, block_1d2d, block_1d1d = gl.constexpr(TENSORWISE), gl.constexpr(BLOCK_1D2D), gl.constexpr(BLOCK_1D1D)
+direct, by_tma, add_tma, add_ring = map(gl.constexpr, (DIRECT, BY_TMA, ADD_TMA, ADD_RING))
 BN = gl.constexpr(128)  # tile columns, and the width of a 2D scale's block
 BK = gl.constexpr(128)  # K block: the width of a 1D scale's block
-FIRST_BARRIER = gl.constexpr(8)  # named barriers from here on are ours, the ones before it the compiler's
 HALF = gl.constexpr(64)  # rows of one product of a warpgroup; accumulators are kept as 64 x 64 pieces
 
 
@@ -35,18 +38,13 @@ class Options:
     FAST: gl.constexpr  # accumulate on the tensor cores
     HAS_BIAS: gl.constexpr
     ACCUMULATE: gl.constexpr  # add to C
-    TMA_STORE: gl.constexpr
-    C_BY_RING: gl.constexpr  # the tile of C that is added to comes through the ring
-    PREFETCH: gl.constexpr  # the tile of C that is added to is fetched into L2 before its K blocks
-    STAGING: gl.constexpr  # buffers of a warpgroup for results on their way out
-    NAMED: gl.constexpr  # stages are released through named barriers
-    ORDER: gl.constexpr  # the second consumer stays a product behind the first
+    STORE: gl.constexpr  # how C is written
+    BUFFERS: gl.constexpr  # of a warpgroup, for pieces of C on their way
     BM: gl.constexpr
     PER_STAGE: gl.constexpr  # K blocks a stage
 
     @gluon.constexpr_function
-    def __init__(self, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, TMA_STORE, C_BY_RING, PREFETCH,
-                 STAGING, NAMED, ORDER):  # fmt: skip
+    def __init__(self, ROWS, STAGES, BAND, KIND, SCALING, FAST, HAS_BIAS, ACCUMULATE, STORE, BUFFERS):
         self.ROWS = gl.constexpr(ROWS)
         self.STAGES = gl.constexpr(STAGES)
         self.BAND = gl.constexpr(BAND)
@@ -55,12 +53,8 @@ class Options:
         self.FAST = gl.constexpr(FAST)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
-        self.TMA_STORE = gl.constexpr(TMA_STORE)
-        self.C_BY_RING = gl.constexpr(C_BY_RING)
-        self.PREFETCH = gl.constexpr(PREFETCH)
-        self.STAGING = gl.constexpr(STAGING)
-        self.NAMED = gl.constexpr(NAMED)
-        self.ORDER = gl.constexpr(ORDER)
+        self.STORE = gl.constexpr(STORE)
+        self.BUFFERS = gl.constexpr(BUFFERS)
         self.BM = gl.constexpr(2 * ROWS)
         self.PER_STAGE = gl.constexpr(2 if ROWS == 64 else 1)
 
@@ -104,29 +98,6 @@ class Operands:
 
 
 @aggregate
-class Output:
-    """Where the result goes."""
-
-    desc: tma.tensor_descriptor
-    ptr: gl.tensor
-    bias: gl.tensor
-    scale_a: gl.tensor  # tensorwise: one scale a group
-    scale_b: gl.tensor
-    ld: gl.tensor
-    group_stride: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, desc, ptr, bias, scale_a, scale_b, ld, group_stride):
-        self.desc = desc
-        self.ptr = ptr
-        self.bias = bias
-        self.scale_a = scale_a
-        self.scale_b = scale_b
-        self.ld = ld
-        self.group_stride = group_stride
-
-
-@aggregate
 class Ring:
     """The stages of shared memory between producer and consumers, and their barriers."""
 
@@ -148,55 +119,11 @@ class Ring:
 
 
 @gluon.jit
-def bar_arrive(index, threads):
-    """Arrives at named barrier `index` without waiting."""
-    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [index, threads],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def bar_sync(index, threads):
-    """Waits at named barrier `index`."""
-    gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [index, threads],
-                              dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@gluon.jit
-def release(ring, stage, o):
-    """A consumer is done with a stage."""
-    if o.NAMED:
-        bar_arrive(gl.to_tensor(FIRST_BARRIER) + stage, gl.to_tensor(288))
-    else:
-        mbarrier.arrive(ring.empty.index(stage), count=1)
-
-
-@gluon.jit
-def follow(stage, WARPGROUP: gl.constexpr, o):
-    """Before its first product of a stage the second consumer waits for the end of the first consumer's."""
-    if o.ORDER and WARPGROUP == 1:
-        bar_sync(gl.to_tensor(FIRST_BARRIER) + 4 + stage, gl.to_tensor(256))
-
-
-@gluon.jit
-def lead(stage, WARPGROUP: gl.constexpr, o):
-    """The first consumer's first product of a stage is done."""
-    if o.ORDER and WARPGROUP == 0:
-        bar_arrive(gl.to_tensor(FIRST_BARRIER) + 4 + stage, gl.to_tensor(256))
-
-
-@gluon.jit
 def one_of_stack(operand, slot):
     """A slot of A or of B as a `[1, rows, columns]` block, which is how TMA reads from a stack of matrices."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
     shape: gl.constexpr = [operand.shape[0], 1, operand.shape[1], operand.shape[2]]
     return operand._reinterpret(operand.dtype, shape, layout).index(slot)
-
-
-@gluon.jit
-def c_buffer(operand, stage, i):
-    """A stage of A or of B, two K blocks of 64 x 128 bytes a warpgroup, as two 64 x 64 pieces of an FP32 C."""
-    piece: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    return operand._reinterpret(gl.float32, [operand.shape[0], HALF, HALF], piece).index(stage * 2 + i)
 
 
 @gluon.jit

@@ -18,13 +18,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import gemm_hopper, gemm_regroup, gemm_tl
-from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, GROUPED_K, GROUPED_M, TENSORWISE
+from .gemm_hopper_problem import (
+    ADD_RING,
+    ADD_TMA,
+    BLOCK_1D1D,
+    BLOCK_1D2D,
+    BY_TMA,
+    DIRECT,
+    GROUPED_K,
+    GROUPED_M,
+    TENSORWISE,
+)
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
 _STACKED = gl.NVMMASharedLayout(128, 8, 3)
-_PIECE = gl.NVMMASharedLayout(128, 16, 2)
-_PIECE_FP32 = gl.NVMMASharedLayout(128, 32, 2)
 _SCALES = gl.NVMMASharedLayout(0, 32, 1)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -70,34 +78,38 @@ class Problem:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Rows a consumer warpgroup (tiles are twice that), stages of the ring, tile rows a band (L2 reuse)."""
+    """Rows a consumer warpgroup (tiles are twice that), stages of the ring, tile rows a band (L2 reuse), buffers of a
+    warpgroup for BF16 results on their way (1, or 4: each of a tile's pieces has its own)."""
 
     rows: int
     stages: int
     band: int = 8
-    staging: int = 1
-    c_by_ring: bool = False
-    prefetch: bool = False
-    named: bool = False
-    order: bool = False
+    buffers: int = 1
 
 
-LARGE = HopperConfig(rows=128, stages=4)  # 256 x 128 tiles
+LARGE = HopperConfig(rows=128, stages=3, buffers=4)  # 256 x 128 tiles
 SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
+SMALL_COST = 1.07  # time of a 256 x 128 tile's work in two small ones
 
 
 def hopper_config(problem: Problem, programs: int = 132) -> HopperConfig:
     """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md.
 
-    Large tiles read less and are faster where they fill the device. Wgrads of groups end too often to hide the larger
-    epilogue, and 1D1D without accumulation would spill.
+    Large tiles read less and are faster where they fill the device as well. 1D1D is faster in small ones, into whose
+    ring a whole tile of C fits; without accumulation it would spill in large ones.
     """
     if problem.fast:
         return LARGE
-    tiles = triton.cdiv(problem.M, 256) * triton.cdiv(problem.N, BLOCK)
-    short = problem.kind == GROUPED_M and 128 * problem.groups >= problem.M
-    spills = problem.scaling == BLOCK_1D1D and not problem.accumulate
-    return SMALL if problem.kind == GROUPED_K or tiles < programs or short or spills else LARGE
+    if problem.kind == GROUPED_K or problem.scaling == BLOCK_1D1D:
+        return SMALL
+    return SMALL if SMALL_COST * _rounds(problem, SMALL, programs) < _rounds(problem, LARGE, programs) else LARGE
+
+
+def _rounds(problem: Problem, config: HopperConfig, programs: int) -> int:
+    """Rows of tiles that a program works on, one after the other, if groups are alike."""
+    groups = problem.groups if problem.kind == GROUPED_M else 1
+    row_tiles = groups * triton.cdiv(triton.cdiv(problem.M, groups), 2 * config.rows)
+    return triton.cdiv(row_tiles * triton.cdiv(problem.N, BLOCK), programs) * config.rows
 
 
 @cache
@@ -145,21 +157,18 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
         scale_a_desc = GluonDescriptor(scale_a, [scale_a.numel()], [1], [BM], _SCALES)
         width = 32 if p.scaling == BLOCK_1D2D else BLOCK
         scale_b_desc = GluonDescriptor(scale_b, [scale_b.numel()], [1], [width], _SCALES)
-    tma_store = p.kind != GROUPED_K and not p.accumulate and p.out.dtype == torch.bfloat16 and tma_ready(p.out)
-    fp32_add = p.accumulate and p.out.dtype == torch.float32
-    c_by_ring = config.c_by_ring and fp32_add and _is_one_matrix(p.out, BM)
-    prefetch = config.prefetch and fp32_add
+    mode = _store_mode(p, config)
     c_desc = a_desc  # unused unless C goes by TMA
-    if tma_store or c_by_ring:
-        matrix = p.out.view(-1, p.out.shape[-1]) if p.kind == GROUPED_K else p.out
-        c_desc = GluonDescriptor.from_tensor(matrix, [64, 64], _PIECE if tma_store else _PIECE_FP32)
+    if mode != DIRECT:
+        piece = gl.NVMMASharedLayout(128, 8 * p.out.itemsize, p.out.dim())
+        c_desc = GluonDescriptor.from_tensor(p.out, [1, 64, 64][-p.out.dim() :], piece)
     sizes = (p.groups, p.M, p.N, p.K, scale_a_ld, scale_b_ld, scale_b_k, scale_b_group, p.padding, p.out.stride(-2),
              p.out.stride(0))  # fmt: skip
     constants = {
         "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
         "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
-        "ACCUMULATE": p.accumulate, "TMA_STORE": tma_store, "C_BY_RING": c_by_ring, "PREFETCH": prefetch,
-        "STAGING": config.staging if tma_store else 1, "NAMED": config.named, "ORDER": config.order,
+        "ACCUMULATE": p.accumulate, "STORE": mode,
+        "BUFFERS": {BY_TMA: config.buffers, ADD_TMA: 2}.get(mode, 1),
     }  # fmt: skip
     _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
@@ -220,11 +229,14 @@ def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
     return (min(programs, tiles),)
 
 
-def _is_one_matrix(out: Tensor, BM: int) -> bool:
-    """Whether TMA can address all of C, with no tile that reaches into the next group's rows."""
-    if out.dim() == 2:
-        return tma_ready(out)
-    return out.is_contiguous() and out.shape[1] % BM == 0 and tma_ready(out[0])
+def _store_mode(p: Problem, config: HopperConfig) -> int:
+    """How C is written: by TMA where that can address it and the epilogue knows the case."""
+    if tma_ready(p.out):
+        if p.accumulate and p.out.dtype == torch.float32:
+            return ADD_RING if config.rows == 64 else ADD_TMA
+        if not p.accumulate and p.out.dtype == torch.bfloat16 and p.kind != GROUPED_K:
+            return BY_TMA
+    return DIRECT
 
 
 def tma_ready(x: Tensor) -> bool:

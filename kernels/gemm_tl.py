@@ -118,7 +118,7 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
                 a_row += start
                 row_end = end
                 if SCALING == BLOCK_1D2D:
-                    scale_b_base += g.to(tl.int64) * scale_b_group
+                    scale_b_base += g * scale_b_group
             row = a_row + tl.arange(0, BM)
             column = n + tl.arange(0, BN)
             row_mask = row < row_end

@@ -35,8 +35,8 @@ def grouped_gemm_1d2d(
 ) -> Tensor:  # fmt: skip
     """out[t] = a[t] @ b[g].T for each token t of group g (fprop, dgrad).
 
-    a `[T, K]` with scale_inv_a `[T, ceil(K/128)]`, b `[G, N, K]` (any first stride) with scale_inv_b `[G, ceil(N/128), ceil(K/128)]`; out
-    `[T, N]`.
+    a `[T, K]` with scale_inv_a `[T, ceil(K/128)]`; b `[G, N, K]`, any first stride, with scale_inv_b
+    `[G, ceil(N/128), ceil(K/128)]` of any strides; out `[T, N]`.
     """
     groups = _check_groups(a, b, ends)
     check_scales("scale_inv_a", scale_inv_a, (a.shape[0], blocks(a.shape[1])))

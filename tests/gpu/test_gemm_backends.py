@@ -59,8 +59,9 @@ def test_dense_gemms_by_role(recipe, shape):
     bias = random(n, seed=4).cuda()
     y = gemm.fprop(x.rowwise, w.rowwise, bias, backend="triton")
     x64, w64, dy64 = (q.rowwise.dequantize(torch.float64) for q in (x, w, dy))
-    assert error(y, x64 @ w64.t() + bias.double()) < 2e-3
-    assert error(gemm.dgrad(dy.rowwise, w.colwise, backend="triton"), dy64 @ w64) < 2e-3
+    tolerance = 2e-3 if m > 1 else 4e-3  # of few numbers, one that BF16 rounds far may be most of the norm
+    assert error(y, x64 @ w64.t() + bias.double()) < tolerance
+    assert error(gemm.dgrad(dy.rowwise, w.colwise, backend="triton"), dy64 @ w64) < tolerance
     expected = dy.colwise.dequantize(torch.float64) @ x.colwise.dequantize(torch.float64).t()
     flat = torch.full((n * k + 8,), 0.5, device="cuda")
     out = flat[4:-4].view(n, k)

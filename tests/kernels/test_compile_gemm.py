@@ -58,13 +58,16 @@ GLUON = {
     "tensorwise": (LARGE, (DENSE, TENSORWISE)),
     "tensorwise small": (SMALL, (DENSE, TENSORWISE)),
     "tensorwise wgrad of E5M2": (LARGE, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
+    "tensorwise wgrad of E5M2 small": (SMALL, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
     "tensorwise fast": (LARGE, (DENSE, TENSORWISE), {"fast": True}),
     "1D2D": (LARGE, (DENSE, BLOCK_1D2D)),
     "1D2D small": (SMALL, (DENSE, BLOCK_1D2D)),
     "1D2D bias": (LARGE, (DENSE, BLOCK_1D2D), {"bias": True}),
     "1D1D": (SMALL, (DENSE, BLOCK_1D1D, FP32)),
-    "1D1D accumulate": (LARGE, (DENSE, BLOCK_1D1D, FP32, True)),
-    "1D1D accumulate small": (SMALL, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D bias": (SMALL, (DENSE, BLOCK_1D1D), {"bias": True}),
+    "1D1D accumulate": (SMALL, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D accumulate large": (LARGE, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D accumulate in BF16": (SMALL, (DENSE, BLOCK_1D1D, BF16, True)),
     "grouped tensorwise": (LARGE, (GROUPED_M, TENSORWISE)),
     "grouped 1D2D": (LARGE, (GROUPED_M, BLOCK_1D2D)),
     "grouped 1D2D small": (SMALL, (GROUPED_M, BLOCK_1D2D)),
@@ -114,20 +117,25 @@ def test_plain_triton_twin(arguments, target, product):
 
 
 @pytest.mark.parametrize(
-    ("expected", "arguments", "options"),
+    ("expected", "kind", "scaling", "options", "shape"),
     [
-        (LARGE, (DENSE, BLOCK_1D2D), {"size": 4096}),
-        (LARGE, (DENSE, BLOCK_1D1D, FP32, True), {"size": 4096}),
-        (SMALL, (DENSE, BLOCK_1D1D, FP32), {"size": 4096}),
-        (SMALL, (DENSE, BLOCK_1D2D), {"size": 512}),
-        (LARGE, (DENSE, TENSORWISE), {"size": 512, "fast": True}),
-        (LARGE, (GROUPED_M, BLOCK_1D2D), {"size": 4096}),
-        (SMALL, (GROUPED_M, BLOCK_1D2D), {"size": 384}),
-        (SMALL, (GROUPED_K, BLOCK_1D1D, FP32, True), {"size": 4096}),
+        (LARGE, DENSE, BLOCK_1D2D, {}, (4096, 4096)),
+        (SMALL, DENSE, BLOCK_1D2D, {}, (512, 512)),
+        (SMALL, DENSE, BLOCK_1D2D, {}, (4096, 1536)),  # three rounds of small tiles, two of large ones
+        (LARGE, DENSE, TENSORWISE, {"fast": True}, (512, 512)),
+        (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192)),
+        (SMALL, DENSE, BLOCK_1D1D, {}, (8192, 8192)),
+        (LARGE, GROUPED_M, BLOCK_1D2D, {}, (3 * 4096, 4096)),
+        (SMALL, GROUPED_M, BLOCK_1D2D, {}, (3 * 128, 4096)),
+        (SMALL, GROUPED_K, BLOCK_1D1D, {"accumulate": True}, (4096, 4096)),
     ],
 )
-def test_configuration_by_problem(expected, arguments, options):
-    assert gemm_launch.hopper_config(problem(*arguments, **options), 132) is expected
+def test_configuration_by_problem(expected, kind, scaling, options, shape):
+    with torch.device("meta"):
+        ends = None if kind == DENSE else torch.zeros(GROUPS, dtype=torch.int32)
+        a, b = torch.zeros(shape[0], 256), torch.zeros(shape[1], 256)
+        made = Problem(kind=kind, scaling=scaling, a=a, b=b, scale_a=a, scale_b=b, out=a, ends=ends, **options)
+    assert gemm_launch.hopper_config(made, 132) is expected
 
 
 @pytest.mark.parametrize("backend", ["gluon", "tl"])

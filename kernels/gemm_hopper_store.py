@@ -1,0 +1,166 @@
+"""How the Hopper GEMM's consumers write their tiles: 64 x 64 pieces, from registers or through shared memory by TMA.
+
+Where C is added to (FP32 wgrads), it comes by TMA too; a warpgroup adds to it where it lies and sends it back. With 64
+rows a warpgroup, a tile of C is exactly a stage of the ring, and follows the tile's K blocks there. With 128 rows, a
+warpgroup has two buffers, and sends for the first two pieces before it multiplies.
+"""
+
+# ruff: noqa: SIM300 - options are constants, but not the ones to compare with
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from .gemm_hopper_problem import HALF, direct, grouped_k, grouped_m, tensorwise
+
+
+@aggregate
+class Output:
+    """Where the result goes. buffers: 64 x 64 pieces on their way, those of a warpgroup in a row; loaded: a barrier for
+    each, where pieces of C are added to."""
+
+    desc: tma.tensor_descriptor
+    ptr: gl.tensor
+    bias: gl.tensor
+    scale_a: gl.tensor  # tensorwise: one scale a group
+    scale_b: gl.tensor
+    ld: gl.tensor
+    group_stride: gl.tensor
+    buffers: gl.shared_memory_descriptor
+    loaded: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, desc, ptr, bias, scale_a, scale_b, ld, group_stride, buffers, loaded):
+        self.desc = desc
+        self.ptr = ptr
+        self.bias = bias
+        self.scale_a = scale_a
+        self.scale_b = scale_b
+        self.ld = ld
+        self.group_stride = group_stride
+        self.buffers = buffers
+        self.loaded = loaded
+
+
+@gluon.jit
+def _piece(memory, index):
+    """64 x 64 FP32 numbers of shared memory, the index-th of those that fit."""
+    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    return memory._reinterpret(gl.float32, [count // (HALF * HALF * 4), HALF, HALF], layout).index(index)
+
+
+@gluon.jit
+def _stacked_piece(memory, index):
+    """The same as a `[1, 64, 64]` block, which is how TMA addresses a stack of matrices."""
+    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 3)
+    return memory._reinterpret(gl.float32, [count // (HALF * HALF * 4), 1, HALF, HALF], layout).index(index)
+
+
+@gluon.jit
+def _load_c(out, bar, memory, index, g, row, column, o):
+    if o.KIND == grouped_k:
+        tma.async_copy_global_to_shared(out.desc, [g, row, column], bar, _stacked_piece(memory, index))
+    else:
+        tma.async_copy_global_to_shared(out.desc, [row, column], bar, _piece(memory, index))
+
+
+@gluon.jit
+def load_piece(out, buffer, g, row, column, o):
+    """Starts the way of a piece of C into a buffer."""
+    bar = out.loaded.index(buffer)
+    mbarrier.expect(bar, HALF * HALF * 4)
+    _load_c(out, bar, out.buffers, buffer, g, row, column, o)
+
+
+@gluon.jit
+def load_stage(out, ring, stage, g, row, column, o):
+    """Starts the way of a 128 x 128 tile of C into a stage: the first warpgroup's part lies where A does."""
+    bar = ring.full.index(stage)
+    mbarrier.expect(bar, 4 * HALF * HALF * 4)
+    for i in gl.static_range(2):
+        _load_c(out, bar, ring.a, 2 * stage + i, g, row, column + i * HALF, o)
+        _load_c(out, bar, ring.b, 2 * stage + i, g, row + HALF, column + i * HALF, o)
+
+
+@gluon.jit
+def _add(x, out, memory, index, scale, g, row, column, o):
+    """Adds to a piece of C that has come, and sends it back."""
+    if o.SCALING == tensorwise:  # rounded before it is added, as if it were added later
+        scales = gl.full(x.shape, 1.0, gl.float32, x.type.layout) * scale
+        x = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, scales], dtype=gl.float32, is_pure=True,
+                                      pack=1)  # fmt: skip
+    piece = _piece(memory, index)
+    piece.store(piece.load(x.type.layout) + x)
+    fence_async_shared()
+    if o.KIND == grouped_k:
+        tma.async_copy_shared_to_global(out.desc, [g, row, column], _stacked_piece(memory, index))
+    else:
+        tma.async_copy_shared_to_global(out.desc, [row, column], piece)
+
+
+@gluon.jit
+def add_piece(x, out, buffer, phase, scale, g, row, column, o):
+    """Adds to what `load_piece` sent for."""
+    mbarrier.wait(out.loaded.index(buffer), phase)
+    _add(x, out, out.buffers, buffer, scale, g, row, column, o)
+
+
+@gluon.jit
+def add_stage(left, right, out, ring, stage, phase, WARPGROUP: gl.constexpr, scale, g, row, column, o):
+    """Adds a warpgroup's part of a tile to what `load_stage` sent for."""
+    mbarrier.wait(ring.full.index(stage), phase)
+    memory = ring.a
+    if WARPGROUP == 1:
+        memory = ring.b
+    _add(left, out, memory, 2 * stage, scale, g, row, column, o)
+    _add(right, out, memory, 2 * stage + 1, scale, g, row, column + HALF, o)
+
+
+@gluon.jit
+def _store_direct(x, out, g, row, column, row_start, row_end, N, o):
+    """From registers, inside [row_start, row_end) only; adds to what is there if asked."""
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    inside = rows < row_end
+    if o.KIND == grouped_m:
+        inside &= rows >= row_start
+    mask = gl.expand_dims(inside, 1) & (gl.expand_dims(columns, 0) < N)
+    base = out.ptr
+    if o.KIND == grouped_k:
+        base += g.to(gl.int64) * out.group_stride
+    ptr = base + gl.expand_dims(rows.to(gl.int64) * out.ld, 1) + gl.expand_dims(columns, 0)
+    if o.ACCUMULATE:
+        x += gl.load(ptr, mask=mask, other=0.0).to(gl.float32)
+    gl.store(ptr, x.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _store_tma(x, out, buffer, row, column, o):
+    if o.BUFFERS == 1:  # with more, all of the tile before are waited for at once
+        tma.store_wait(0)
+    piece = out.buffers.index(buffer)
+    piece.store(x.to(piece.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out.desc, [row, column], piece)
+
+
+@gluon.jit
+def store(x, out, buffer, scale, g, row, column, row_start, row_end, N, o):
+    """Writes one 64 x 64 piece. By TMA, which clips at C's edges, unless the piece crosses an end of its group."""
+    if o.SCALING == tensorwise:
+        x *= scale
+    if o.HAS_BIAS:
+        columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+        bias = gl.load(out.bias + columns, mask=columns < N, other=0.0).to(gl.float32)
+        x += gl.expand_dims(bias, 0)
+    if o.STORE == direct:
+        _store_direct(x, out, g, row, column, row_start, row_end, N, o)
+    elif o.KIND == grouped_m:
+        if (row >= row_start) & (row + HALF <= row_end):
+            _store_tma(x, out, buffer, row, column, o)
+        else:
+            _store_direct(x, out, g, row, column, row_start, row_end, N, o)
+    else:
+        _store_tma(x, out, buffer, row, column, o)
