@@ -12,31 +12,33 @@ from tests.kernels import testing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
 
-TILES = {"1d": Tile("1d", 128), "1d-32": Tile("1d", 32), "2d": Tile("2d", 128), "tensor": Tile("tensor")}
+KINDS = {
+    "1d": (Tile("1d", 128), E4M3),
+    "1d of 32": (Tile("1d", 32), E5M2),
+    "2d": (Tile("2d", 128), E4M3),
+    "tensor": (Tile("tensor"), E5M2),
+}
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(("tile", "format"), KINDS.values(), ids=KINDS)
 def test_dequantized_bytes(tile, format):
-    spec = OperandSpec(format, tile, Scale.FP32)
-    (data, scale_inv), _ = reference.quantize(holes(40, 304), spec)
-    for dtype in (torch.bfloat16, torch.float32):
-        with testing.emulated_launches():
-            got = dequantize.dequantize(data, scale_inv, tile, dtype)
-        want = reference.dequantize(data, scale_inv, tile, dtype)
-        assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+    (data, scale_inv), _ = reference.quantize(holes(10, 144), OperandSpec(format, tile, Scale.FP32))
+    with testing.emulated_launches():
+        got = dequantize.dequantize(data, scale_inv, tile, torch.bfloat16)
+    want = reference.dequantize(data, scale_inv, tile, torch.bfloat16)
+    assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
 
 
-@pytest.mark.parametrize(("groups", "n", "d"), [(2, 4, 128), (3, 1, 64), (1, 2, 32)])
+@pytest.mark.parametrize(("groups", "n", "d"), [(2, 4, 64), (1, 1, 32)])
 def test_heads_are_split_rotated_and_joined(groups, n, d):
     generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(5, groups * (n + 2) * d, generator=generator).bfloat16()
-    angles = torch.randn(5, d // 2, generator=generator)
+    qkv = torch.randn(2, groups * (n + 2) * d, generator=generator).bfloat16()
+    angles = torch.randn(2, d // 2, generator=generator)
     cos, sin = angles.cos(), angles.sin()
     with testing.emulated_launches():
         q, k, v = rope.split_heads(qkv, cos, sin, n)
         back = rope.join_heads(q, k, v, cos, sin)
-    heads = qkv.view(5, groups, n + 2, d)
+    heads = qkv.view(2, groups, n + 2, d)
     torch.testing.assert_close(q, _rotate(heads[:, :, :n], cos, sin, False).reshape(q.shape), rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(k, _rotate(heads[:, :, n], cos, sin, False).reshape(k.shape), rtol=2**-8, atol=1e-6)
     assert torch.equal(v, heads[:, :, n + 1])
