@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout(tp=2, sp=True, dp=2, ep=2),
     Layout(tp=2, sp=True, dp=2, ep=2, etp=1),
     Layout(pp=2, dp=2, ep=2),
+    Layout(cp=2, ep=2),
     Layout(dp=4, ep=4, dispatcher="allgather"),
     Layout(tp=2, sp=True, dp=2, ep=2, dispatcher="allgather"),
 ]
