@@ -129,7 +129,9 @@ def _header(tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str] |
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
-    data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    dense = tensor.detach().cpu().contiguous()
+    dense = dense.as_strided((dense.numel(),), (1,))  # a lone element may have any stride
+    data = memoryview(dense.view(torch.uint8).numpy())
     for start in range(0, len(data), BLOCK):
         yield data[start : start + BLOCK]
 
