@@ -14,6 +14,7 @@ from megafp8.config import Config, with_vocab_size
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.data import Tokenizer, build_tokenizer
 from megafp8.fp8 import DelayedScaling
+from megafp8.fp8.monitor import quantized_modules
 from megafp8.optimizer import ModelWeights
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs
@@ -54,6 +55,9 @@ def load_trained(load: str | Path, device: torch.device, *, step: int | None = N
     config = with_vocab_size(config, tokenizer.vocab_size)
     check_tokenizer(found, tokenizer_identity(tokenizer))
     model = build_model(config, ParallelContext(), device)
+    for name, linear in quantized_modules(model).items():
+        if name in found.metadata["progress"].get("fallen", {}):  # to BF16, see training/fallback.py
+            linear.use_recipe(None)
     weights, scaling = ModelWeights(named_specs(model)), DelayedScaling.of(model)
     owners = [owner for owner in (weights, model, scaling) if owner is not None]
     wanted = {name: item for owner in owners for name, item in owner.state().items()}
