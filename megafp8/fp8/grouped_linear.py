@@ -14,7 +14,7 @@ What is kept, what a producer does and where gradients go is as in `LinearFuncti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,9 +36,10 @@ from megafp8.step import StepContext
 @dataclass(frozen=True)
 class GroupedArgs(LinearArgs):
     """stack: the weights; `weight` is the first one's. ends: int32 [G], one past each linear's last row; alignment: a
-    number that all of them are multiples of."""
+    number that all of them are multiples of. names: of the linears."""
 
     stack: WeightStack | None = None
+    names: tuple[str | None, ...] = ()
     ends: Tensor | None = None
     alignment: int = 1
 
@@ -46,7 +47,15 @@ class GroupedArgs(LinearArgs):
         return Want(self.recipe.quantizer("input"), rowwise, colwise)
 
     def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
-        """A stack has no name to be seen under; a step that is observed runs linears one by one."""
+        """Shows each linear's rows to the step's observer, if any; that waits for the number of rows."""
+        if self.step is None or self.step.observer is None:
+            return
+        value, whole, start = x(), quantized.rowwise, 0
+        for name, end in zip(self.names, self.ends.tolist(), strict=True):
+            rows = slice(start, end)
+            own = replace(whole, data=whole.data[rows], scale_inv=whole.scale_inv[rows])
+            self.step.observer.see(f"{name}/{role}", None if value is None else value[rows], Quantized(own))
+            start = end
 
 
 def can_group(linears: Sequence[Linear]) -> bool:
@@ -113,6 +122,7 @@ class GroupedLinear:
             producer=producer,
             grad_want=grad_want,
             stack=stack,
+            names=tuple(linear.name for linear in self.linears),
             ends=ends,
             alignment=alignment,
         )
@@ -163,9 +173,12 @@ def _fprop_fp8(
     orientation = args.needs("input")["wgrad"]
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     remakes = args.requantize_input and args.producer is not None
+    value = None
     if given is None:
-        colwise = needs_wgrad and orientation == "colwise" and not remakes
+        colwise, value = needs_wgrad and orientation == "colwise" and not remakes, x
         given = args.recipe.quantizer("input").quantize(x, True, colwise)
+    if args.producer is None and args.step is not None and args.step.records:  # a producer's value has been shown
+        args.observe("input", given, lambda: value)
     y = gemm.grouped_fprop(given.rowwise, args.stack.operand("fprop"), args.ends, args.dtype, args.backend)
     if remakes or not needs_wgrad:
         return y, None
@@ -192,9 +205,14 @@ def _backward_fp8(
     if not wanted:
         return None, None, ()
     if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
-        quantized = dy.quantized
+        quantized, value = dy.quantized, getattr(dy, "observed_value", None)
     else:
-        quantized = args.recipe.quantizer("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted)
+        quantized, value = (
+            args.recipe.quantizer("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted),
+            dy,
+        )
+    if quantized.rowwise is not None and args.step is not None and args.step.training:
+        args.observe("grad_output", quantized, lambda: value)
     dx, others = None, ()
     if needs_dgrad:
         weight = args.stack.operand("dgrad")

@@ -27,7 +27,8 @@ def linears(recipe) -> list[Linear]:
     made = []
     for g in range(len(COUNTS)):
         spec = ParamSpec(f"experts.{g}.fc1.weight", (OUT, IN), Init("normal", 1.0), True, expert=True)
-        made.append(Linear(IN, OUT, False, recipe=recipe, weight_spec=spec, params_dtype=torch.bfloat16))
+        options = {"weight_spec": spec, "params_dtype": torch.bfloat16, "name": f"experts.{g}.fc1"}
+        made.append(Linear(IN, OUT, False, recipe=recipe, **options))
         torch.nn.init.normal_(made[-1].weight)
     return made
 
@@ -194,6 +195,37 @@ def test_a_quantized_input_keeps_its_edge_and_wrong_columns_show():
         assert x.grad[: ends[-1]].abs().sum() > 0
         grads.append(sink.buffers)
     assert not torch.equal(grads[0][3], grads[1][3])
+
+
+class Seen(dict):
+    """An observer: place -> (values, quantized)."""
+
+    def see(self, place, x, quantized):
+        assert place not in self, "each once"
+        self[place] = x, quantized
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_an_observer_sees_each_linears_rows(name):
+    recipe = RECIPES[name]
+    made, (room, alignment) = linears(recipe), filled(recipe)
+    ends, results = torch.tensor(room).cumsum(0).int(), []
+    for seen in (None, Seen()):
+        x = rows(recipe, 1, IN).requires_grad_()
+        step = StepContext(grads=Sink(made, True), observer=seen)
+        y = GroupedLinear(made)(x, ends, step, alignment=alignment)
+        y.backward(rows(recipe, 2, OUT))
+        results.append((y[: ends[-1]], x.grad[: ends[-1]]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert seen.keys() == {f"experts.{g}.fc1/{role}" for g in range(4) for role in ("input", "grad_output")}
+    start = 0
+    for g, size in enumerate(room):
+        for role, width, seed in (("input", IN, 1), ("grad_output", OUT, 2)):
+            value, quantized = seen[f"experts.{g}.fc1/{role}"]
+            own = rows(recipe, seed, width)[start : start + size]
+            assert torch.equal(value, own)
+            assert same(quantized.rowwise, recipe.quantizer(role).quantize(own).rowwise)
+        start += size
 
 
 class Wrap(torch.autograd.Function):
