@@ -145,6 +145,22 @@ def test_same_bits_every_time(backend):
     assert torch.equal(first, gemm.gemm_1d1d(a, b, scale_a, scale_b, backend=backend))
 
 
+@pytest.mark.parametrize("kind", ["tensorwise", "1D2D"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_part_of_the_rows_is_multiplied_as_the_whole(kind, name):
+    """Whatever tiles the kernel chooses: chunks that overlap with communication must not change a bit."""
+    M, N, K, part = (4400, 4096, 640, 300) if not INTERPRETING else (200, 128, 256, 72)
+    a, b, one = operand(M, K), operand(N, K, seed=1), torch.ones(1, device=DEVICE)
+    rows, squares = row_scales(M, blocks(K)), square_scales(blocks(N), blocks(K))
+
+    def product(some):
+        if kind == "tensorwise":
+            return gemm.gemm_tensorwise(a[some], b, one, one, backend=name)
+        return gemm.gemm_1d2d(a[some], b, rows[some], squares, backend=name)
+
+    assert torch.equal(product(slice(None))[M - part :], product(slice(M - part, M)))
+
+
 def test_nan_and_inf_reach_the_result(backend):
     a, b = operand(64, 256), operand(128, 256, seed=1)
     a[3, 200] = float("nan")
