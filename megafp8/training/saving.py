@@ -51,7 +51,7 @@ class Saves:
         """Saves, or starts to; waits for the save before."""
         if self._background is None:
             return [Outcome(progress.iteration, self._state.save(progress))]
-        outcomes = self.finish()
+        outcomes = self.finish(hint="; the next save had to wait for it: --save-interval is too short for this disk")
         self._iteration, self._started = progress.iteration, time.perf_counter()
         if not self._background.start(self._state.writer(progress), self._state.items_to_save()):
             return [*outcomes, Outcome(progress.iteration, saved=False)]
@@ -66,15 +66,15 @@ class Saves:
         (slowest,) = self._agreement.agree([DONE if self._background.written else BUSY])
         return self.finish() if slowest == DONE else []
 
-    def finish(self) -> list[Outcome]:
-        """Waits for the save that is being written, if any."""
+    def finish(self, hint: str = "") -> list[Outcome]:
+        """Waits for the save that is being written, if any. hint: what to say when there was a wait."""
         if self._background is None or not self._background.busy:
             return []
-        waited = time.perf_counter()
+        waited, hint = time.perf_counter(), "" if self._background.written else hint
         saved = self._background.finish() is not None
         now = time.perf_counter()
         stalled_s = self._stalled_s + now - waited
-        note = f", in {now - self._started:.3g} s, for {stalled_s:.3g} s of which training stood still"
+        note = f", in {now - self._started:.3g} s, for {stalled_s:.3g} s of which training stood still{hint}"
         return [Outcome(self._iteration, saved, note)]
 
     def rescue(self) -> list[Outcome]:
