@@ -116,7 +116,7 @@ class Measure:
         alike = min(parallel.dp_cp.size, parallel.edp.size) if parallel.world_size > 1 else 1
         self._spread = self._everyone if sharded or parallel.world_size > alike else Axis()
         self._elements = 0
-        self._counted: list[Tensor | None] = []
+        counted: list[Tensor | None] = []
         for shard in shards:
             here = {n for n in specs if n not in later_stages and self._counts(specs[n], shard, parallel)}
             mask = torch.zeros(shard.numel // ALIGNMENT, dtype=torch.bool)
@@ -125,10 +125,10 @@ class Measure:
                     mask[piece.local // ALIGNMENT : -(-piece.place.stop // ALIGNMENT)] = True
                     logical = math.prod(specs[piece.name].box_shape)
                     self._elements += max(0, min(piece.stop, logical) - piece.start)
-            self._counted.append(None if all(p.name in here for p in shard.pieces) else mask.to(device))
+            counted.append(None if all(p.name in here for p in shard.pieces) else mask.to(device))
         self._masks = [
             [None if mask is None else _chunks(mask, r.local, r.local + r.stop - r.start) for r in shard.ranges]
-            for shard, mask in zip(shards, self._counted, strict=True)
+            for shard, mask in zip(shards, counted, strict=True)
         ]
         self._kernels = kernels() if fused and device.type == "cuda" else None
 
@@ -148,44 +148,52 @@ class Measure:
         parts: for each buffer this rank's shards of its values, in the order of its state. The norm is NaN when an
         element is not finite.
         """
+        return self.measure(parts, bad)[:2]
+
+    def measure(
+        self, parts: Sequence[Sequence[Tensor]], bad: Tensor | None = None, *, count_zeros: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `norm`, and int64 scalar: the elements, of what all ranks hold, that are exactly 0; None unless asked for.
+
+        Vocabulary padding doesn't count. All in one pass over the values.
+        """
         found = [
-            self._squares(part, mask)
+            self._squares(part, mask, count_zeros)
             for of_buffer, masks in zip(parts, self._masks, strict=True)
             for part, mask in zip(of_buffer, masks, strict=True)
         ]
-        values = torch.cat([sums for sums, _ in found]) if len(found) > 1 else found[0][0]
-        summary = torch.stack([pair for _, pair in found]).amax(0) if len(found) > 1 else found[0][1]
+        values = torch.cat([sums for sums, _, _ in found]) if len(found) > 1 else found[0][0]
+        summary = torch.stack([pair for _, pair, _ in found]).amax(0) if len(found) > 1 else found[0][1]
         third = torch.zeros_like(summary[:1]) if bad is None else bad.double().view(1)
         agreed = self._everyone.max_(torch.cat([summary, third]))
         sums = self._spread.sum_(self._grids(values, agreed[0]))
         broken = agreed[1] > 0
         norm = torch.where(broken, torch.nan, total_of(sums).sqrt())
-        return norm, broken | (agreed[2] > 0)
+        zeros = None
+        if count_zeros:
+            zeros = self._spread.sum_(self._elements - sum(nonzero for _, _, nonzero in found))
+        return norm, broken | (agreed[2] > 0), zeros
 
-    def _squares(self, part: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Sums of chunks, 0 of those that are not counted or not finite; FP64 [2]: the largest, and 1 if one isn't."""
+    def _squares(self, part: Tensor, mask: Tensor | None, count: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums of chunks, 0 of those that are not counted or not finite; FP64 [2]: the largest, and 1 if one isn't;
+        elements that are not 0."""
         if self._kernels is not None and part.numel():
-            return self._kernels.squares(part, mask)[:2]
+            found = self._kernels.squares(part, mask, count_nonzero=count)
+            return found.sums, found.summary, found.nonzero.sum() if count else None
         squares = chunk_squares(part)
         finite = squares.isfinite()
         squares = torch.where(finite if mask is None else finite & mask, squares, 0.0)
         largest = squares.max() if squares.numel() else squares.new_zeros(())
-        return squares, torch.stack([largest, (~finite.all()).double()])
+        nonzero = None
+        if count:
+            nonzero = (part.view(-1, ALIGNMENT) != 0).sum(1)
+            nonzero = (nonzero if mask is None else nonzero * mask).sum()
+        return squares, torch.stack([largest, (~finite.all()).double()]), nonzero
 
     def _grids(self, values: Tensor, largest: Tensor) -> Tensor:
         if self._kernels is not None and values.numel():
             return self._kernels.grids(values, largest)
         return split_on_grids(values, grid_shifts(largest))
-
-    def num_zeros(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Int64 scalar: elements, of what all ranks hold, that are exactly 0; vocabulary padding doesn't count."""
-        zeros = None
-        for of_buffer, mask in zip(parts, self._counted, strict=True):
-            for_chunks = [(part.view(-1, ALIGNMENT) != 0).sum(1) for part in of_buffer]
-            nonzero = torch.cat(for_chunks)
-            nonzero = (nonzero if mask is None else nonzero * mask).sum()
-            zeros = -nonzero if zeros is None else zeros - nonzero
-        return self._spread.sum_(zeros + self._elements)
 
 
 def clip_coefficient(norm: Tensor, clip_grad: float) -> Tensor:

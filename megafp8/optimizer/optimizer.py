@@ -214,7 +214,7 @@ class Optimizer:
         divisor = valid.clamp(min=1)
         bad = None if loss is None else ~torch.isfinite(loss.to(self._device)) & (valid > 0)
         parts = self.grads.parts()
-        norm, nan = self._measure.norm(parts, bad)  # all ranks skip, or none
+        norm, nan, zeros = self._measure.measure(parts, bad, count_zeros=with_num_zeros)  # all ranks skip, or none
         norm = norm / divisor
         grad_scale = clip_coefficient(norm, self.options.clip_grad) / divisor
         self.step_count += ~nan
@@ -226,7 +226,7 @@ class Optimizer:
             grad_norm=norm,
             nan=nan,
             skipped=nan.clone(),
-            num_zeros=self._measure.num_zeros(parts) if with_num_zeros else None,
+            num_zeros=zeros,
             params_norm=self.params_norm() if with_params_norm else None,
         )
 
