@@ -127,7 +127,7 @@ class Trainer:
     def _give_up(self, decision: StopRun) -> int:
         """Saves the state before the iteration in hand, and returns the exit code that says why."""
         self.progress.suspect = decision.suspect
-        if self.config.checkpoint.save is not None and (decision.suspect or self._saved_iteration is None):
+        if self.config.checkpoint.save is not None and self.progress.iteration:
             self._save()
         self._report(self._saves.finish())
         self.log.event("stop", self.progress.iteration, f"exit code {decision.code}: {decision.reason}")
@@ -144,7 +144,12 @@ class Trainer:
             self._watchdog.at(self.progress.iteration + 1, "data")
             if batches is None:
                 batches = self._training_batches()
-            pending += self._iteration(batches)
+            try:
+                pending += self._iteration(batches)
+            except StopRun:
+                if pending:
+                    self._write_lines(pending, timer.lap())
+                raise
             iteration = self.progress.iteration
             self.log.advance(iteration)
             reason = self._reason_to_stop(stop)

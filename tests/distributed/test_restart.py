@@ -64,3 +64,45 @@ def test_a_dead_rank_costs_the_steps_since_the_last_checkpoint_and_no_more(tmp_p
         assert line["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-6)
     mine, theirs = (tensors(d / "c" / "iter_0000007") for d in (hit, good))
     assert all(torch.allclose(mine[k], theirs[k], rtol=1e-4, atol=1e-6) for k in theirs if k.startswith("model/"))
+
+
+HANGING = """
+import os, sys, time
+import pretrain_gpt
+from megafp8.training.iteration import IterationRunner
+
+original = IterationRunner.run
+
+def run(self, batches, samples):
+    if batches.iteration == 3 and os.environ["RANK"] == "1":
+        time.sleep(600)  # never comes to its collectives
+    return original(self, batches, samples)
+
+IterationRunner.run = run
+sys.exit(pretrain_gpt.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_hung_collective_ends_with_the_rank_and_its_stack(tmp_path):
+    """Under the shortest timeout, a minute."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    argv = flags(write_corpus(tmp_path), "--eval-iters", "0", "--distributed-timeout-minutes", "1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *argv], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode not in (0, 2)
+    told = [line for line in done.stderr.splitlines() if "hung: rank" in line]
+    assert len(told) == 2, done.stderr
+    assert all("behind: rank 1, at iteration 3 (data)" in line for line in told)
+    assert "hanging.py" in done.stderr, "the stack of the rank that sleeps"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_survives_every_fault(tmp_path):
+    """The drill of tools/fault_drill.py."""
+    import fault_drill
+
+    assert fault_drill.main(["--output", str(tmp_path / "drill")]) == 0

@@ -103,3 +103,26 @@ def test_a_slow_rank_is_in_the_log(pool, corpus, tmp_path):
     lines = read_metrics(tmp_path)[0]
     assert [line["slowest_rank"] for line in lines[1:]] == [1] * (len(lines) - 1)
     assert all(line["compute_ms_max"] - line["compute_ms_median"] > 100 for line in lines[1:])
+
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "24", "--moe-aux-loss-coeff", "0.1"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--global-batch-size", "12", "--micro-batch-size", "2"),
+)
+
+
+def aux_losses(pool, corpus: Path, log_dir: Path, world: int, *extra: str) -> list[float]:
+    argv = command(corpus, log_dir, *EXPERTS, "--exit-interval", "3", *extra, recipe="fp32")
+    assert pool.run_on(world, run, argv, timeout=120) == [0] * world
+    return [line["aux_loss"] for line in read_metrics(log_dir)[0]]
+
+
+def test_auxiliary_loss_in_the_log_counts_each_forward_once(pool, corpus, tmp_path):
+    """CASES 23: the mean over 6 microbatches of one process, or 3 on each of two ranks, whatever is recomputed."""
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    plain = aux_losses(pool, corpus, tmp_path / "one", 1)
+    assert all(loss > 0 for loss in plain)
+    assert len(plain) == 3
+    layouts = {"dp": (2, ()), "recompute": (2, full), "pp": (2, ("--pipeline-model-parallel-size", "2"))}
+    for name, (world, extra) in layouts.items():
+        assert aux_losses(pool, corpus, tmp_path / name, world, *extra) == pytest.approx(plain, rel=1e-5), name
