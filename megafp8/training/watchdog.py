@@ -1,10 +1,10 @@
 """The watchdog: a job that hangs ends with the name of the rank that holds it up, and every rank's stack.
 
 Each rank tells what it is at, and a thread of its own publishes that in the job's store. When a rank has not moved for
-nine tenths of `--distributed-timeout-minutes`, its thread dumps the stacks of all its threads, and says which ranks are
-behind: those at an earlier iteration or phase than the others, or whose thread has fallen silent. The collective itself
-fails at the full time and ends the process; a rank that is stuck elsewhere is ended `GRACE` seconds later, by exit code
-`EXIT_HUNG`.
+three quarters of `--distributed-timeout-minutes`, its thread dumps the stacks of all its threads, and says which ranks
+are behind: those at an earlier iteration or phase than the others, or whose thread has fallen silent. The collective
+itself fails at the full time and ends the process; a rank that is stuck elsewhere is ended `GRACE` seconds later, by
+exit code `EXIT_HUNG`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megafp8.parallel import ParallelContext
 
 T = TypeVar("T")
 EXIT_HUNG = 18
-GRACE = 15.0
+TELL_AT, GRACE = 0.75, 15.0
 PHASES = ("data", "forward and backward", "update", "log", "evaluation", "save")
 """In the order of an iteration: who is at an earlier one is behind."""
 
@@ -80,12 +80,12 @@ class Watchdog:
 
     def _watch(self) -> None:
         told = False
-        interval = min(10.0, self._timeout / 10)
+        interval = min(10.0, self._timeout / 20)
         while not self._leaving.wait(interval):
             idle = time.monotonic() - self._moved
             with _without_store():
                 self._store.set(f"watchdog/{self._rank}", json.dumps([*self._place, idle, time.time()]))
-            if idle < 0.9 * self._timeout:
+            if idle < TELL_AT * self._timeout:
                 told = False
             elif not told:
                 told = True
