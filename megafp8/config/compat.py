@@ -155,7 +155,6 @@ REFUSED = (
 )
 
 NOT_YET = (
-    *not_yet("DeepEP", "--moe-flex-dispatcher-backend X", needs_ranks=True),
     *not_yet(
         "tokens of one microbatch sent behind the work of another",
         "--overlap-moe-expert-parallel-comm",

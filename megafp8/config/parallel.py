@@ -63,6 +63,9 @@ class ParallelConfig:
         "How tokens get to experts on other ranks: each to those of its experts, all to all of them, or by a library.",
         choices=("allgather", "alltoall", "flex"),
     )
+    moe_flex_dispatcher_backend: str = flag(
+        "deepep", "The library of --moe-token-dispatcher-type flex; it has to be installed.", choices=("deepep",)
+    )
     moe_shared_expert_overlap: bool = flag(
         False, "Run the shared experts while tokens travel to the routed ones (no effect on one rank)."
     )

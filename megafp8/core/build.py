@@ -46,11 +46,12 @@ class RecomputePlan:
 class DispatchPlan:
     """How tokens travel to experts on other ranks.
 
-    gathers: all to all ranks, else each to those of its experts. fp8_tokens, fp8_gradients: what goes to the experts,
-    forward and backward, is FP8 where they are. overlaps_shared: the shared experts run meanwhile.
+    gathers: all to all ranks, else each to those of its experts. library: by DeepEP. fp8_tokens, fp8_gradients: what
+    goes to the experts, forward and backward, is FP8 where they are. overlaps_shared: the shared experts run meanwhile.
     """
 
     gathers: bool = False
+    library: bool = False
     fp8_tokens: bool = False
     fp8_gradients: bool = False
     overlaps_shared: bool = False
@@ -59,6 +60,7 @@ class DispatchPlan:
     def of(parallel: ParallelConfig) -> DispatchPlan:
         return DispatchPlan(
             gathers=parallel.moe_token_dispatcher_type == "allgather",
+            library=parallel.moe_token_dispatcher_type == "flex",
             fp8_tokens=parallel.moe_fp8_dispatch,
             fp8_gradients=parallel.moe_fp8_combine_grad,
             overlaps_shared=parallel.moe_shared_expert_overlap,

@@ -49,7 +49,6 @@ MENDS = {
     ],
     "qwen3_30b_a3b": [],
     "deepseek_v3": [
-        Mend("--moe-token-dispatcher-type flex", "use alltoall", "-type flex", "-type alltoall"),
         Mend("--decoder-first-pipeline-num-layers", LAYOUT, "--decoder-first-pipeline-num-layers 4"),
         Mend("--decoder-last-pipeline-num-layers", LAYOUT, "--decoder-last-pipeline-num-layers 1"),
         Mend("--account-for-loss-in-pipeline-split", LAYOUT, "--account-for-loss-in-pipeline-split"),

@@ -161,7 +161,13 @@ def test_wrong_forms_are_one_line(parse, argv, words):
 ROOT = Path(__file__).resolve().parents[2]
 # Fields that only decide about other fields, or have one possible value.
 DECIDED = {
-    *("group_query_attention", "use_rotary_position_embeddings", "recompute_activations", "dataloader_type"),
+    *(
+        "group_query_attention",
+        "use_rotary_position_embeddings",
+        "recompute_activations",
+        "dataloader_type",
+        "moe_flex_dispatcher_backend",
+    ),
     *("main_params_dtype", "main_grads_dtype"),
 }
 PROPERTIES = {  # of the configuration, made of fields that nobody else reads
@@ -169,7 +175,7 @@ PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
     "group_scores": {"moe_router_group_scores"},
     "window": {"window_size"},
-    "layout_sizes": {"context_parallel_size", "tensor_model_parallel_size"},
+    "layout_sizes": {"context_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size"},
     "BatchSize": {"rampup_batch_size", "step_batch_size_schedule", "batch_size_steps"},
     "pipeline_stages": {
         *("pipeline_model_parallel_size", "pipeline_model_parallel_layout"),

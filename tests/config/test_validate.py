@@ -288,7 +288,12 @@ UNEVEN = {
     f"--tensor-model-parallel-size 4 {MOE} --expert-tensor-parallel-size 1": ["--expert-tensor-parallel-size 1"],
     f"{EP4} {MOE} --num-experts 6": ["--num-experts 6", EP4],
     EP4: [EP4, "needs --num-experts"],
-    f"{EP4} {MOE} --moe-token-dispatcher-type flex": ["--moe-token-dispatcher-type flex", "alltoall"],
+    f"{EP4} {MOE} --moe-token-dispatcher-type flex": ["--moe-token-dispatcher-type flex", "add --bf16"],
+    f"{EP4} {MOE} --bf16 --moe-token-dispatcher-type flex --moe-shared-expert-overlap": ["--moe-shared-expert-overlap"],
+    f"{EP4} {MOE} {FP8} --moe-token-dispatcher-type flex --moe-fp8-dispatch --fp8-recipe mxfp8": ["128"],
+    f"--expert-model-parallel-size 2 {MOE} --expert-tensor-parallel-size 2 --moe-token-dispatcher-type flex": [
+        *("--expert-tensor-parallel-size 2", "alltoall"),
+    ],
     f"{MOE} {FP8} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "--expert-model-parallel-size 1"],
     f"{EP4} {MOE} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "add --fp8-format e4m3"],
     f"{EP4} {MOE} --moe-fp8-combine-grad": ["--moe-fp8-combine-grad", "--moe-fp8-dispatch"],

@@ -54,8 +54,8 @@ def expert_layout(c: Config) -> str | None:
 def dispatch(c: Config) -> str | None:
     """How tokens travel; flags of ours that nothing would come of are errors."""
     p = c.parallel
-    if p.moe_token_dispatcher_type == "flex":
-        return "--moe-token-dispatcher-type flex: not yet in megafp8; use alltoall"
+    if p.moe_token_dispatcher_type == "flex" and (message := _library(c)):
+        return message
     if not p.moe_fp8_dispatch:
         return "--moe-fp8-combine-grad needs --moe-fp8-dispatch; add it" if p.moe_fp8_combine_grad else None
     if p.expert_model_parallel_size == 1 and p.expert_tensor_parallel_size == p.tensor_model_parallel_size:
@@ -76,6 +76,23 @@ def dispatch(c: Config) -> str | None:
         return "--moe-fp8-combine-grad with --moe-token-dispatcher-type allgather: gathers in BF16; use alltoall"
     if p.moe_fp8_combine_grad and c.fp8.fp8_grad_tile == "2d":
         return "--moe-fp8-combine-grad with --fp8-grad-tile 2d: gradients travel by row; use 1d"
+    return None
+
+
+def _library(c: Config) -> str | None:
+    p, flex = c.parallel, "--moe-token-dispatcher-type flex"
+    if p.expert_model_parallel_size > 1 and p.expert_tensor_parallel_size > 1:
+        return (
+            f"{flex} with --expert-tensor-parallel-size {p.expert_tensor_parallel_size}: the library sends tokens to "
+            "one rank an expert; use 1, or alltoall"
+        )
+    if not c.train.bf16:
+        return f"{flex}: the library sends BF16; add --bf16, or use alltoall"
+    for name in ("moe_shared_expert_overlap", "moe_fp8_combine_grad"):
+        if c.value(name):
+            return f"{flex} goes without {flag_of(name)}; drop one of them, or use alltoall"
+    if p.moe_fp8_dispatch and (c.fp8.fp8_recipe != "blockwise" or c.model.hidden_size % 128):
+        return f"{flex} with --moe-fp8-dispatch: the library's scales are of 128 values; use --fp8-recipe blockwise"
     return None
 
 

@@ -103,6 +103,11 @@ IDLE = (
         lambda c: c.parallel.pipeline_model_parallel_size > 1 and chunks_per_rank(c.model, c.parallel) == 1,
         "stages are not interleaved",
     ),
+    Idle(
+        ("moe_flex_dispatcher_backend",),
+        lambda c: c.parallel.moe_token_dispatcher_type != "flex",
+        "--moe-token-dispatcher-type is not flex",
+    ),
     Idle(("cp_comm_type",), lambda c: c.parallel.context_parallel_size == 1, "context-parallel size is 1"),
     Idle(("distributed_backend",), lambda c: c.train.device == "cpu", "--device cpu always uses gloo"),
     Idle(

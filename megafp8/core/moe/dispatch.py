@@ -1,4 +1,4 @@
-"""How tokens get to their experts and back. Three ways with one interface:
+"""How tokens get to their experts and back. Four ways with one interface:
 
 here        all experts are on this rank: a permutation; no number waits for the device
 all-to-all  each token goes to the ranks of its experts (exchange.py); the host learns how many, once a layer
@@ -17,6 +17,7 @@ from megafp8.core.moe import exchange
 from megafp8.core.moe.everywhere import Everywhere
 from megafp8.core.moe.exchange import Exchange
 from megafp8.core.moe.experts import ExpertRows
+from megafp8.core.moe.library import Library, Trip, back, library_of, there
 from megafp8.core.moe.permutation import Permutation, combine, permute_weights, sums
 from megafp8.core.moe.router import Routing
 from megafp8.core.moe.wire import Wire
@@ -140,6 +141,30 @@ class AllGather:
         return sum_over(combine(y, sent.order), self.axis, scatter=True)
 
 
+@dataclass(frozen=True)
+class ByLibrary:
+    """count: experts on each of the library's ranks."""
+
+    num_experts: int
+    count: int
+    library: Library
+    plan: DispatchPlan
+
+    def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> tuple[Trip, Tensor, Tensor]:
+        experts = routing.experts
+        if routing.drops:
+            experts = experts.where(experts < self.num_experts, -1)
+        trip = Trip(self.library, _wire(self.plan, spec).tokens, experts, self.num_experts, self.count, spec)
+        return trip, *there(x, weights, trip)
+
+    def receive(self, sent: tuple[Trip, Tensor, Tensor]) -> ExpertRows:
+        trip, rows, weights = sent
+        return ExpertRows(rows, weights, trip.order.counts, trip.spec.alignment)
+
+    def bring_back(self, y: Tensor, sent: tuple[Trip, Tensor, Tensor]) -> Tensor:
+        return back(combine(y, sent[0].order), sent[0])
+
+
 def _wire(plan: DispatchPlan, spec: RowSpec) -> Wire:
     """In FP8 what is wanted so, where the experts run in FP8."""
 
@@ -154,6 +179,9 @@ def dispatcher_of(build: BuildContext) -> Dispatcher:
     count, parallel = build.model.num_experts, build.parallel
     if not build.exchanges_tokens:
         return Here(count)
+    if build.dispatch.library and parallel.ep.size > 1:
+        library = library_of(parallel.ep, build.model.hidden_size)
+        return ByLibrary(count, count // parallel.ep.size, library, build.dispatch)
     if build.dispatch.gathers:
         first, last = parallel.ep.split(count)
         return AllGather(first, last - first, parallel.ep_etp, build.dispatch)
