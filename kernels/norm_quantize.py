@@ -24,10 +24,10 @@ from .quantize_configs import chosen, norm_rows_config
 from .quantize_device import (
     larger,
     layout_of,
-    load_f32,
     load_or_zero,
     magnitude,
     round_through,
+    rounded,
     tile_indices,
     tile_layout,
     tile_mask,
@@ -52,8 +52,8 @@ def row_rstd(squares, H: gl.constexpr, eps):
 
 
 @jit
-def normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET: gl.constexpr, EVEN: gl.constexpr):
-    weight = load_f32(weight_ptr + cols, cols < H, EVEN)
+def normalize(x, rstd, weight, WEIGHT_OFFSET: gl.constexpr):
+    weight = to_f32(weight)
     if WEIGHT_OFFSET != 0:
         weight += WEIGHT_OFFSET
     return (to_f32(x) * rstd[:, None]) * weight[None, :]
@@ -89,7 +89,7 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
     rows = t0 + gl.arange(0, BLOCK_M, layout=layout_of(rstd))
     gl.store(rstd_ptr + rows, rstd, mask=rows < T)
     if record_ptr is not None:
-        largest = gl.zeros((BLOCK_M, BLOCK_K), dtype if dtype == gl.bfloat16 else gl.float32, layout=L)
+        largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
     if y_ptr is not None or row_ptr is not None or record_ptr is not None:
         for k0 in gl.static_range(0, H, BLOCK_K):
             rows, cols = tile_indices(t0, k0, BLOCK_M, BLOCK_K, L)
@@ -99,7 +99,8 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
             else:
                 x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask,
                                  EVEN and k0 + BLOCK_K <= H)
-            y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, k0 + BLOCK_K <= H)
+            weight = load_or_zero(weight_ptr + cols, cols < H, k0 + BLOCK_K <= H)
+            y = normalize(x, rstd, weight, WEIGHT_OFFSET)
             if y_ptr is not None:
                 gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
             y = round_through(y, dtype)
@@ -113,38 +114,54 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
 
 
 @jit
-def norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0, h0, T, stride_t, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr,
-              EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """ROWS rows of a tile of the norm's output, as `emit` takes them; also written to y_ptr where given."""
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
+def load_part(x_ptr, t0, h0, T, stride_t, H: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
+              ROWS: gl.constexpr, BLOCK_K: gl.constexpr):
     rows, cols = tile_indices(t0, h0, ROWS, BLOCK_K, LAYOUT)
-    mask = tile_mask(rows, cols, T, H)
-    x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
-    # Not from L1, which may hold what lay there before the rows' program wrote it.
-    rstd = gl.load(rstd_ptr + rows, mask=rows < T, other=0.0, cache_modifier=".cg")
-    y = normalize(x, rstd, weight_ptr, cols, H, WEIGHT_OFFSET, EVEN)
-    if y_ptr is not None:
-        gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
-    return round_through(y, dtype)
+    return load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), tile_mask(rows, cols, T, H), EVEN)
 
 
 @jit
-def norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, row, col, tensor, t0, h0, T, stride_t, epsilon, H: gl.constexpr,
-              WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
+def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, t0, h0, T, stride_t, epsilon,
+              H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """One register tile, PART rows at a time (0: all of them)."""
-    if PART == 0:
-        y = norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0, h0, T, stride_t, H, WEIGHT_OFFSET, EVEN, BLOCK_M,
-                      BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
-        emit(y, t0, h0, row, col, tensor, epsilon, T, H, SPEC, EVEN)
-    else:
-        dtype: gl.constexpr = gl.bfloat16 if x_ptr.dtype.element_ty == gl.bfloat16 else gl.float32
-        ys = gl.allocate_shared_memory(dtype, (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
-        for i in gl.static_range(0, BLOCK_M, PART):
-            y = norm_part(x_ptr, weight_ptr, rstd_ptr, y_ptr, t0 + i, h0, T, stride_t, H, WEIGHT_OFFSET, EVEN, PART,
-                          BLOCK_K, tile_layout(PART, BLOCK_K, R, C, W))
+    """One register tile, PART rows at a time (0: all of them).
+
+    done: (None, 0), or a counter on the device and what it must have reached before rstd is there.
+    """
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    STEP: gl.constexpr = BLOCK_M if PART == 0 else PART
+    L: gl.constexpr = tile_layout(STEP, BLOCK_K, R, C, W)
+    if PART != 0:
+        ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
+    rows, cols = tile_indices(t0, h0, STEP, BLOCK_K, L)
+    if PART != 0:
+        coming = load_part(x_ptr, t0, h0, T, stride_t, H, EVEN, L, STEP, BLOCK_K)
+    if done[0] is not None:
+        while gl.atomic_add(done[0], 0, sem="acquire") < done[1]:
+            pass
+        gl.thread_barrier()
+    if PART == 0:  # a whole tile that waits here costs registers
+        coming = load_part(x_ptr, t0, h0, T, stride_t, H, EVEN, L, STEP, BLOCK_K)
+    rstds = ()
+    for i in gl.static_range(0, BLOCK_M, STEP):  # not from L1, which may hold what lay there before
+        rstd = gl.load(rstd_ptr + rows + i, mask=rows + i < T, other=0.0, cache_modifier=".cg")
+        rstds = rstds + (rstd,)  # noqa: RUF005 (the compiler knows no unpacking here)
+    weight = load_or_zero(weight_ptr + cols, cols < H, EVEN)
+    for i in gl.static_range(0, BLOCK_M, STEP):
+        x = coming
+        if i + STEP < BLOCK_M:  # on their way while these rows are worked on
+            coming = load_part(x_ptr, t0 + i + STEP, h0, T, stride_t, H, EVEN, L, STEP, BLOCK_K)
+        y = normalize(x, rstds[i // STEP], weight, WEIGHT_OFFSET)
+        if y_ptr is not None:
+            gl.store(y_ptr + tile_offsets(rows + i, cols, H, 1), to_compute_dtype(y, dtype),
+                     mask=tile_mask(rows + i, cols, T, H))
+        y = round_through(y, dtype)
+        if PART == 0:
+            emit(y, t0, h0, row, col, tensor, epsilon, T, H, SPEC, EVEN)
+        else:
             emit_part(y, t0 + i, h0, row, tensor, epsilon, T, H, SPEC, EVEN)
             ys.slice(i, PART).store(y)
+    if PART != 0:
         emit_rest(ys, t0, h0, col, tensor, epsilon, T, H, SPEC, EVEN)
 
 
@@ -155,7 +172,7 @@ def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr
                       BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
                       W: gl.constexpr):
     t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
-    norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
+    norm_tile(x_ptr, weight_ptr, rstd_ptr, (None, 0), y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
               (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), t0, h0, T, stride_t,
               epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
 
@@ -196,12 +213,9 @@ def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_
         t0 += (slab - 1).to(gl.int64) * SLAB
         if t0 < T:
             needed = gl.cdiv(gl.minimum(T - t0, BLOCK_M), ROWS)
-            while gl.atomic_add(done_ptr + t0 // BLOCK_M, 0, sem="acquire") < needed:
-                pass
-            gl.thread_barrier()
-            norm_tile(x_ptr, weight_ptr, rstd_ptr, y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
-                      (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, None, record_ptr), t0, h0, T,
-                      stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
+            norm_tile(x_ptr, weight_ptr, rstd_ptr, (done_ptr + t0 // BLOCK_M, needed), y_ptr,
+                      (row_ptr, row_scale_ptr, None, row_scale_ld), (col_ptr, col_scale_ptr, None, col_scale_ld),
+                      (scale_ptr, None, record_ptr), t0, h0, T, stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
 
 
 class NormQuantized(NamedTuple):

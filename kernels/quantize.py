@@ -145,7 +145,7 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
 def _quantize_2d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax = x.t(), col, row, amax.t() if amax is not None else None
-    config = chosen("squares")
+    config = chosen("squares" if spec.tile.block > 32 else "squares of 32")
     quantize_2d_kernel[config.grid(*x.shape, x.device)](
         x, *pointers(row), *pointers(col), amax.contiguous() if amax is not None else None, noop, *x.shape,
         *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),

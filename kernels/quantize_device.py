@@ -155,6 +155,12 @@ def round_through(x, dtype: gl.constexpr):
     return y
 
 
+@constexpr_function
+def rounded(dtype):
+    """What `round_through` returns."""
+    return gl.bfloat16 if dtype == gl.bfloat16 else gl.float32
+
+
 @jit
 def magnitude(x):
     if x.dtype == gl.bfloat16:

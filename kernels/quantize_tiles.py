@@ -49,11 +49,10 @@ def quantize_1d_kernel(x_ptr, row_ptr, row_scale_ptr, row_amax_ptr, col_ptr, col
             parts = parts + (load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN),)  # noqa: RUF005
         memory = gl.allocate_shared_memory(parts[0].dtype, (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
         for i in gl.static_range(len(parts)):
+            if row_ptr is not None:
+                emit_rowwise(parts[i], m0 + i * ROWS, k0, row, epsilon, M, K, SPEC, EVEN)
             memory.slice(i * ROWS, ROWS).store(parts[i])
         emit_columns(memory, m0, k0, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
-        if row_ptr is not None:
-            for i in gl.static_range(len(parts)):
-                emit_rowwise(parts[i], m0 + i * ROWS, k0, row, epsilon, M, K, SPEC, EVEN)
 
 
 @jit

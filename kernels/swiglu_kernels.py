@@ -1,15 +1,15 @@
 """The kernels of `swiglu_quantize`: one register tile a program."""
 
-from triton.experimental.gluon import constexpr_function, jit
+from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
     decode_scale,
     dequantize_tile,
-    load_f32,
     load_or_zero,
     load_row_scales,
     round_through,
+    rounded,
     tile_indices,
     tile_layout,
     tile_mask,
@@ -63,48 +63,60 @@ def swiglu_grad(dy, gate, up):
     return ds * (up * (1.0 + gate * (1.0 - s))), ds * gate, (gate * s) * up
 
 
-@constexpr_function
-def rounded(dtype):
-    """What `round_through` returns."""
-    return gl.bfloat16 if dtype == gl.bfloat16 else gl.float32
-
-
 @jit
 def load_half(source, rows, cols, half, f0, T, F, X_FORM: gl.constexpr, EVEN: gl.constexpr):
-    """Columns `cols` of a half of fc1's output [T, 2f] as FP32, FP8 bytes as their values in the compute dtype.
+    """(values or bytes, their scales or 0) of columns `cols` of a half of fc1's output [T, 2f].
 
     source: (pointer, scale pointer, stride of rows, strides of the scales' rows and blocks). half: the half's first
     column in [T, 2f]. X_FORM: (width of the bytes' tiles or 0, whether the second half starts with a tile, dtype).
     """
     x_ptr, scale_ptr, stride_t, scale_stride_t, scale_stride_b = source
     BLOCK: gl.constexpr = X_FORM[0]
-    dtype: gl.constexpr = X_FORM[2]
     mask = (rows < T)[:, None] & (cols < F)[None, :]
     cols += half
-    ptrs = x_ptr + tile_offsets(rows, cols, stride_t, 1)
+    x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_t, 1), mask, EVEN)
     if BLOCK == 0:
-        x = load_f32(ptrs, mask, EVEN)
+        scale = 0
     elif X_FORM[1]:
-        q = load_or_zero(ptrs, mask, EVEN)
-        scale = load_row_scales(scale_ptr, q, rows, rows < T, f0 + half, 2 * F, scale_stride_t, scale_stride_b, BLOCK)
-        x = to_f32(to_compute_dtype(dequantize_tile(q, scale, BLOCK), dtype))
+        scale = load_row_scales(scale_ptr, x, rows, rows < T, f0 + half, 2 * F, scale_stride_t, scale_stride_b, BLOCK)
     else:
         scale = gl.load(scale_ptr + tile_offsets(rows, cols // BLOCK, scale_stride_t, scale_stride_b), mask=mask,
                         other=0)
-        x = load_or_zero(ptrs, mask, EVEN).to(gl.float32) * decode_scale(scale)
-        x = to_f32(to_compute_dtype(x, dtype))
-    return x
+    return x, scale
 
 
 @jit
-def load_halves(source, rows, cols, f0, T, F, X_FORM: gl.constexpr, EVEN: gl.constexpr):
-    """(gate, up) as FP32."""
-    return (load_half(source, rows, cols, 0, f0, T, F, X_FORM, EVEN),
-            load_half(source, rows, cols, F, f0, T, F, X_FORM, EVEN))
+def decode_half(x, scale, X_FORM: gl.constexpr):
+    """FP32 values of what `load_half` returns; those of bytes rounded to the compute dtype."""
+    BLOCK: gl.constexpr = X_FORM[0]
+    if BLOCK == 0:
+        y = to_f32(x)
+    elif X_FORM[1]:
+        y = to_f32(to_compute_dtype(dequantize_tile(x, scale, BLOCK), X_FORM[2]))
+    else:
+        y = to_f32(to_compute_dtype(x.to(gl.float32) * decode_scale(scale), X_FORM[2]))
+    return y
 
 
 @jit
-def swiglu_part(source, weights_ptr, y_ptr, keep, keep_epsilon, t0, f0, T, F, X_FORM: gl.constexpr,
+def load_halves(source, t0, f0, T, F, X_FORM: gl.constexpr, EVEN: gl.constexpr, LAYOUT: gl.constexpr,
+                ROWS: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Gate and up of ROWS rows, as `load_half` returns them."""
+    rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
+    gate, gate_scale = load_half(source, rows, cols, 0, f0, T, F, X_FORM, EVEN)
+    up, up_scale = load_half(source, rows, cols, F, f0, T, F, X_FORM, EVEN)
+    return gate, gate_scale, up, up_scale
+
+
+@jit
+def load_part(ptr, t0, f0, T, F, stride_t, EVEN: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr,
+              BLOCK_K: gl.constexpr):
+    rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
+    return load_or_zero(ptr + tile_offsets(rows, cols, stride_t, 1), tile_mask(rows, cols, T, F), EVEN)
+
+
+@jit
+def swiglu_part(halves, weights_ptr, y_ptr, keep, keep_epsilon, t0, f0, T, F, X_FORM: gl.constexpr,
                 KEEP_SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_K: gl.constexpr,
                 LAYOUT: gl.constexpr):
     """ROWS rows of SwiGLU's output as `emit` takes them; also written to y_ptr where given.
@@ -113,7 +125,8 @@ def swiglu_part(source, weights_ptr, y_ptr, keep, keep_epsilon, t0, f0, T, F, X_
     """
     dtype: gl.constexpr = X_FORM[2]
     rows, cols = tile_indices(t0, f0, ROWS, BLOCK_K, LAYOUT)
-    gate, up = load_halves(source, rows, cols, f0, T, F, X_FORM, EVEN)
+    gate = decode_half(halves[0], halves[1], X_FORM)
+    up = decode_half(halves[2], halves[3], X_FORM)
     if keep[0] is not None:
         emit_rowwise(round_through(gate, dtype), t0, f0, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
         emit_rowwise(round_through(up, dtype), t0, f0 + F, keep, keep_epsilon, T, 2 * F, KEEP_SPEC, EVEN)
@@ -145,9 +158,14 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     STEP: gl.constexpr = BLOCK_M if ROWS == 0 else ROWS
     if ROWS != 0:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
+    L: gl.constexpr = tile_layout(STEP, BLOCK_K, R, C, W)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
     for i in gl.static_range(0, BLOCK_M, STEP):
-        y = swiglu_part(source, weights_ptr, y_ptr, keep, keep_epsilon, t0 + i, f0, T, F, X_FORM, KEEP_SPEC, EVEN,
-                        STEP, BLOCK_K, tile_layout(STEP, BLOCK_K, R, C, W))
+        halves = coming
+        if i + STEP < BLOCK_M:  # on their way while these rows are worked on
+            coming = load_halves(source, t0 + i + STEP, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
+        y = swiglu_part(halves, weights_ptr, y_ptr, keep, keep_epsilon, t0 + i, f0, T, F, X_FORM, KEEP_SPEC, EVEN,
+                        STEP, BLOCK_K, L)
         if ROWS == 0:
             emit(y, t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
         else:
@@ -184,11 +202,18 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         d_ups = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
     if y_col_ptr is not None:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
+    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
     for i in gl.static_range(0, BLOCK_M, ROWS):
+        halves = coming
+        dy = to_f32(coming_dy)
+        if i + ROWS < BLOCK_M:  # on their way while these rows are worked on
+            coming = load_halves(source, t0 + i + ROWS, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
+            coming_dy = load_part(dy_ptr, t0 + i + ROWS, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
         rows, cols = tile_indices(t0 + i, f0, ROWS, BLOCK_K, L)
         mask = tile_mask(rows, cols, T, F)
-        dy = load_f32(dy_ptr + tile_offsets(rows, cols, stride_dy, 1), mask, EVEN)
-        gate, up = load_halves(source, rows, cols, f0, T, F, X_FORM, EVEN)
+        gate = decode_half(halves[0], halves[1], X_FORM)
+        up = decode_half(halves[2], halves[3], X_FORM)
         if weights_ptr is not None:
             weights = load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
             d_gate, d_up, y = swiglu_grad(dy * weights, gate, up)

@@ -100,7 +100,7 @@ def _quantizers(M: int, K: int) -> Iterator[Case]:
     yield Case("blockwise 128x128 row+column", "weight", 2, 2, q(SQUARES, True, True), "squares")
     yield Case("mxfp8 row", "input", 2, 1, q(MXFP8), "rows")
     yield Case("mxfp8 row+column", "input", 2, 2, q(MXFP8, True, True), "both of 32")
-    yield Case("mxfp8 32x32 row+column", "weight", 2, 2, q(SQUARES_32, True, True), "squares")
+    yield Case("mxfp8 32x32 row+column", "weight", 2, 2, q(SQUARES_32, True, True), "squares of 32")
     yield Case("tensorwise row, current scaling", "input", 4, 1, q(TENSORWISE), "amax", (torch_tensorwise, xs))
     yield Case("tensorwise row, delayed scaling", "input", 2, 1, q(TENSORWISE, scale=scale, amax_out=history), "cast")
     yield Case("tensorwise row+column, current scaling", "input", 4, 2, q(GRADIENT, True, True), "cast transposed")

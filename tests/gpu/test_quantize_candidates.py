@@ -84,6 +84,7 @@ CALLS = {
     "both": quantized("blockwise", True, True),
     "both of 32": quantized("mxfp8", True, True),
     "squares": quantized("blockwise_2d", True, True),
+    "squares of 32": quantized("mxfp8_2d", True, True),
     "amax": quantized("tensorwise", True, False),
     "amax strided": strided,
     "cast": quantized("tensorwise", True, False),

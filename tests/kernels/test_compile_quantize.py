@@ -67,6 +67,7 @@ LAUNCHES = {
 ENTRIES = {
     "both of 32": "both mxfp8",
     "squares": "weights",
+    "squares of 32": "weights mxfp8",
     "amax": "tensorwise",
     "amax strided": "tensorwise strided",
     "cast": "tensorwise",
