@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.directory import sweep
 from megafp8.checkpoint.save import ONE_RANK, SaveJob, SavePlans
 from megafp8.checkpoint.storage import CheckpointWriter
 from megafp8.parallel import ParallelContext
@@ -102,6 +103,7 @@ class BackgroundSaver:
         self._host = HostCopy(pinned=torch.device(device).type == "cuda")
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
+        self._sweeper: threading.Thread | None = None
 
     @property
     def busy(self) -> bool:
@@ -125,6 +127,8 @@ class BackgroundSaver:
         The items may change as soon as this returns.
         """
         assert not self.busy, "finish the save before"
+        if self._sweeper is not None:
+            self._sweeper.join()
         job = SaveJob(writer, self._plans)
         if not job.plan(items, self._host.copy):
             return False
@@ -138,4 +142,8 @@ class BackgroundSaver:
         job, self._job = self._job, None
         self._thread.join()
         self._thread = None
-        return job.finish()
+        directory = job.finish()
+        if job.superseded:  # no daemon: the end of the program waits for it
+            self._sweeper = threading.Thread(target=sweep, args=(job.superseded,), name="sweep")
+            self._sweeper.start()
+        return directory

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,8 +87,9 @@ def clean(save: Path) -> None:
             delete(path)
 
 
-def publish(save: Path, iteration: int) -> Path:
-    """Turns the finished partial directory into the checkpoint of `iteration` and points `latest` at it."""
+def publish(save: Path, iteration: int) -> list[Path]:
+    """Turns the finished partial directory into the checkpoint of `iteration` and points `latest` at it; returns what
+    it has replaced, hidden, for `sweep`."""
     name = iteration_name(iteration)
     target, replaced = save / name, save / (REPLACED + name)
     partial = save / (PARTIAL + name)
@@ -101,29 +103,39 @@ def publish(save: Path, iteration: int) -> Path:
     write_bytes(temporary, f"{name}\n".encode())
     temporary.rename(save / LATEST)
     sync_directory(save)
-    if replaced.exists():
-        delete(replaced)
-    return target
+    return hide(replaced) if replaced.exists() else []
 
 
 def delete(path: Path) -> None:
-    """Deletes a checkpoint, or what is left of one; interrupted, it leaves none that looks complete.
+    """Deletes a checkpoint, or what is left of one; interrupted, it leaves none that looks complete."""
+    sweep(hide(path))
 
-    What can't be deleted (on NFS, files that somebody still reads) is told, and left to the next save under a hidden
-    name: no reason for a save to fail.
-    """
-    name = path.name.removeprefix(PARTIAL).removeprefix(REPLACED).removeprefix(DELETED)
+
+def hide(path: Path) -> list[Path]:
+    """Gives a checkpoint, or what is left of one, a name that counts for nothing, and returns it in its new place."""
+    if path.name.startswith(DELETED):
+        return [path]
+    name = path.name.removeprefix(PARTIAL).removeprefix(REPLACED)
+    places = (path.with_name(f"{DELETED}{name}{suffix}") for suffix in ("", *(f".{n}" for n in range(1, 1000))))
     try:
-        if not path.name.startswith(DELETED):
-            names = (f"{DELETED}{name}{suffix}" for suffix in ("", *(f".{n}" for n in range(1, 1000))))
-            hidden = next(hidden for hidden in map(path.with_name, names) if not os.path.lexists(hidden))
-            path = path.rename(hidden)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        return [path.rename(next(place for place in places if not os.path.lexists(place)))]
     except OSError as error:
         log.warning("could not delete %s: %s", path, error)
+        return []
+
+
+def sweep(hidden: Iterable[Path]) -> None:
+    """Deletes what is hidden. What can't be deleted (on NFS, files that somebody still reads) is told, and left to the
+    next save: no reason for one to fail."""
+    for path in hidden:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            if path.exists():
+                log.warning("could not delete %s: %s", path, error)
 
 
 def discard_partial(save: Path, iteration: int) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megafp8.checkpoint.directory import checkpoint_path, iteration_of, latest_iteration, saved_iterations
+from megafp8.checkpoint.directory import (
+    checkpoint_path,
+    iteration_name,
+    iteration_of,
+    latest_iteration,
+    saved_iterations,
+)
 from megafp8.checkpoint.index import INDEX_FILE, RUN_FILE, read_index
 from megafp8.checkpoint.load import ONE_RANK, load_checkpoint
 from megafp8.checkpoint.ranks import agreed, exchange
@@ -66,7 +72,7 @@ def find_checkpoint(
     damage: list[DamagedFileError] = []
     for iteration in [first, *(older if fallback else ())]:
         try:
-            found = _found(checkpoint_path(load, iteration))
+            found = _found(checkpoint_path(load, iteration) or load / iteration_name(iteration))
         except DamagedFileError as error:
             damage.append(error)
             continue

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan
 
+from megafp8.checkpoint.directory import sweep
 from megafp8.checkpoint.index import compact, places
 from megafp8.checkpoint.planner import BoxSavePlanner, Row, rows_of, shared_out
 from megafp8.checkpoint.ranks import exchange, together
@@ -119,13 +120,16 @@ class SaveJob:
         self._planner = BoxSavePlanner()
         self._files: dict[str, FileRecord] = {}
         self._error: BaseException | None = None
+        self.superseded: list[Path] = []
 
     def run(self, items: Mapping[str, StateItem]) -> Path | None:
         """All steps at once; returns what `finish` returns."""
         if not self.plan(items):
             return None
         self.write()
-        return self.finish()
+        directory = self.finish()
+        sweep(self.superseded)
+        return directory
 
     def plan(self, items: Mapping[str, StateItem], copy: Copy = list) -> bool:
         """Decides who writes what and makes the directory; False on every rank when the disk refused.
@@ -153,7 +157,8 @@ class SaveJob:
     def finish(self) -> Path | None:
         """Publishes the checkpoint and returns its directory; None on every rank when the disk refused one.
 
-        Raises what went wrong in `write` on this rank, if it isn't the disk's fault.
+        What it supersedes is then hidden, and left to be swept (`superseded`): deleting takes time, and no rank waits
+        for it. Raises what went wrong in `write` on this rank, if it isn't the disk's fault.
         """
         try:
             written = together(self._parallel, self._outcome)
@@ -174,7 +179,7 @@ class SaveJob:
 
     def _publish(self, written: list[dict[str, list[int]]]) -> None:
         files = {name: FileRecord(*record) for some in written for name, record in some.items()}
-        self._writer.complete(files, self._planned.tensors)
+        self.superseded = self._writer.complete(files, self._planned.tensors)
 
     def _refused(self, error: OSError) -> bool:
         if self._parallel.is_first:

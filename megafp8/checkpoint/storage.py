@@ -28,11 +28,12 @@ from megafp8.checkpoint.boxes import slices_within
 from megafp8.checkpoint.directory import (
     PARTIAL,
     clean,
-    delete,
     discard_partial,
+    hide,
     iteration_name,
     latest_iteration,
     publish,
+    sweep,
 )
 from megafp8.checkpoint.index import (
     INDEX_FILE,
@@ -134,21 +135,25 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """On the coordinator: publishes what all ranks have written. Raises OSError."""
+        """On the coordinator: publishes what all ranks have written, deletes what that supersedes. Raises OSError."""
         index = _index_of(metadata, [result for some in results for result in some])
         tensors = {name: tensor_to_json(record) for name, record in index.tensors.items()}
-        self.complete(index.files, compact(tensors))
+        sweep(self.complete(index.files, compact(tensors)))
 
-    def complete(self, files: Mapping[str, FileRecord], tensors: str) -> None:
-        """Writes run.json and the index of all ranks' files, publishes, and deletes the previous checkpoint where it
-        may. tensors: the index's, as JSON (`index.compact`). Raises OSError."""
+    def complete(self, files: Mapping[str, FileRecord], tensors: str) -> list[Path]:
+        """Writes run.json and the index of all ranks' files, publishes, and hides the checkpoint that was replaced and
+        the one before, where that is to go; returns those, for `directory.sweep`, which may take its time.
+
+        tensors: the index's, as JSON (`index.compact`). Raises OSError.
+        """
         files = {**files, RUN_FILE: write_bytes(self._partial / RUN_FILE, self._run)}
         write_bytes(self._partial / INDEX_FILE, dump_parts(files, tensors))
-        publish(self._save, self.iteration)
+        superseded = publish(self._save, self.iteration)
         previous, interval = self._previous, self._retain_interval
         if interval is not None and previous not in (None, self.iteration) and previous % interval:
-            delete(self._save / iteration_name(previous))
+            superseded += hide(self._save / iteration_name(previous))
         self._unlock()
+        return superseded
 
     def give_up(self) -> None:
         """On the coordinator: removes what was written of an unfinished checkpoint, as far as that can be done."""

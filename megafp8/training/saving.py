@@ -37,6 +37,7 @@ class Saves:
         self._background: BackgroundSaver | None = None
         self._iteration = 0
         self._stalled_s = self._started = 0.0
+        self._agreement: Agreement | None = None
         if checkpoint.save is not None and checkpoint.async_save:
             self._background = BackgroundSaver(parts.parallel, parts.device)
 

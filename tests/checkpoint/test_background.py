@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import shutil
 import threading
 
 import psutil
@@ -147,3 +148,25 @@ def test_memory_stays_flat_over_saves(tmp_path):
         resident.append(process.memory_info().rss)
     assert resident[-1] <= resident[2] * 1.02
     assert saver.prepare(items) == saver.prepare(items)
+
+
+def test_deleting_the_one_before_takes_no_time_of_training(tmp_path, monkeypatch):
+    """Files of a large checkpoint take long to delete; the next save waits for that, the step does not."""
+    rmtree, gate = shutil.rmtree, threading.Event()
+
+    def slow(path, *args, **kwargs):
+        assert gate.wait(30)
+        return rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    saver = BackgroundSaver()
+    for iteration in (1, 2):
+        assert saver.start(CheckpointWriter(tmp_path, iteration, retain_interval=100), make_items(iteration))
+        assert saver.finish() is not None
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".deleted-iter_0000001", "iter_0000002", "latest"]
+    gate.set()
+    assert saver.start(CheckpointWriter(tmp_path, 3, retain_interval=100), make_items(3))
+    assert not (tmp_path / ".deleted-iter_0000001").exists()
+    assert saver.finish() is not None
+    saver._sweeper.join()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "latest"]
