@@ -215,7 +215,8 @@ def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_
             needed = gl.cdiv(gl.minimum(T - t0, BLOCK_M), ROWS)
             norm_tile(x_ptr, weight_ptr, rstd_ptr, (done_ptr + t0 // BLOCK_M, needed), y_ptr,
                       (row_ptr, row_scale_ptr, None, row_scale_ld), (col_ptr, col_scale_ptr, None, col_scale_ld),
-                      (scale_ptr, None, record_ptr), t0, h0, T, stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
+                      (scale_ptr, None, record_ptr), t0, h0, T, stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART,
+                      BLOCK_M, BLOCK_K, R, C, W)
 
 
 class NormQuantized(NamedTuple):
