@@ -1,7 +1,6 @@
 """Runs of 20 steps that must not differ by a bit, on the device at hand, and the faults that would make them differ.
 
-A run trains a small Llama with the real optimizer, two microbatches a step. Its trace holds every loss, the gradient
-buffers of every step, and the weights in the end.
+A run trains a small Llama with the real optimizer, two microbatches a step.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -73,13 +73,22 @@ RECOMPUTE = {
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     "core attention": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
 }
+
+
+class Trace(NamedTuple):
+    """values: each step's two losses and its gradient buffers. weights: in the end."""
+
+    values: list[Tensor]
+    weights: list[Tensor]
+
+
 Between = Callable[[GPTModel, "DelayedScaling | None", int], None]
 
 
 def trace(
     flags: dict, device: torch.device, *, steps: int = 20, between: Between | None = None, before: Between | None = None
-) -> list[Tensor]:
-    """Losses, gradient buffers and weights of a run. between: called after each step; before: before each forward."""
+) -> Trace:
+    """Of one run. between: called after each step; before: before each forward."""
     config = with_vocab_size(build_config(env={}, **flags), 100)
     model = build_model(config, ParallelContext(), device)
     optimizer = build_optimizer(named_specs(model), config, ParallelContext())
@@ -101,7 +110,7 @@ def trace(
             scaling.advance()
         if between is not None:
             between(model, scaling, iteration)
-    return [t.cpu() for t in (*kept, *model.parameters())]
+    return Trace([t.cpu() for t in kept], [p.detach().cpu() for p in model.parameters()])
 
 
 def batch(config, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -111,8 +120,17 @@ def batch(config, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+def same(a: Trace, b: Trace) -> bool:
+    return len(a.values) == len(b.values) and _equal(a.values, b.values) and _equal(a.weights, b.weights)
+
+
+def begins(a: Trace, b: Trace) -> bool:
+    """Whether `a` begins with the values of `b`, a run of fewer steps."""
+    return _equal(a.values[: len(b.values)], b.values)
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def evaluate(model: GPTModel, scaling: DelayedScaling | None, iteration: int) -> None:
