@@ -65,7 +65,7 @@ prepare() {
     [ -f "$data/corpus.jsonl" ] ||
         python examples/regression_corpus.py --output "$data/corpus.jsonl" --max-mib "$mib" | tee "$runs/corpus.log"
     [ -f "$data/tokenizer.model" ] || {
-        head -n 4000 "$data/corpus.jsonl" > "$data/sample.jsonl"
+        head -n 2000 "$data/corpus.jsonl" > "$data/sample.jsonl"
         python tools/train_tokenizer.py --input "$data/sample.jsonl" --vocab-size "$vocabulary" --output-prefix "$data/tokenizer"
     }
     [ -f "$data/tokens_text_document.idx" ] ||

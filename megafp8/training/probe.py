@@ -20,6 +20,9 @@ from megafp8.step import Phase, StepContext
 from megafp8.training.step import run_stage
 
 
+STEP = StepContext(phase=Phase.EVAL)
+
+
 class Emulated(torch.autograd.Function):
     """y = x W^T + b with some operands quantized. x: [M, K]; roles: of input, weight, grad_output."""
 
@@ -159,7 +162,7 @@ class Probe:
         return (noise / signal) ** 0.5 if signal else None
 
     def _loss(self, batches: Sequence[Batch]) -> float:
-        step, total, tokens = StepContext(phase=Phase.EVAL), 0.0, 0.0
+        step, total, tokens = STEP, 0.0, 0.0
         for batch in batches:
             total += run_stage(self.model, batch, step).item()
             tokens += batch.loss_mask.sum().item()
@@ -168,7 +171,7 @@ class Probe:
     def _loss_and_gradient(self) -> tuple[float, Tensor]:
         for param in self._params:
             param.grad = None
-        total, tokens, step = 0.0, 0.0, StepContext(phase=Phase.EVAL)
+        total, tokens, step = 0.0, 0.0, STEP
         for batch in self.batches:
             loss = run_stage(self.model, batch, step)
             loss.backward()
