@@ -19,7 +19,6 @@ from megafp8.fp8.recipe import ROLES
 from megafp8.step import Phase, StepContext
 from megafp8.training.step import run_stage
 
-
 STEP = StepContext(phase=Phase.EVAL)
 
 
