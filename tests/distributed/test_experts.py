@@ -2,10 +2,12 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from megafp8.checkpoint import save_checkpoint
 from megafp8.parallel import Axis
 from tests.distributed.layouts import Layout, Run, assemble, compare, distance, run_layout, train
 from tests.distributed.test_families import EXPERTS, biases
@@ -13,17 +15,23 @@ from tests.distributed.test_families import EXPERTS, biases
 LAYOUTS = [
     Layout(dp=2, ep=2),
     Layout(dp=4, ep=4),
-    Layout(dp=4, ep=2),
     Layout(tp=2, sp=True, ep=2, etp=1),
+    Layout(tp=2, sp=True, dp=2, ep=2),
+    Layout(pp=2, dp=2, ep=2),
+    Layout(dp=4, ep=4, dispatcher="allgather"),
+]
+MORE = [
+    Layout(dp=4, ep=2),
     Layout(tp=2, sp=True, etp=1),
     Layout(dp=2, etp=2),
-    Layout(tp=2, sp=True, dp=2, ep=2),
     Layout(tp=2, sp=True, dp=2, ep=2, etp=1),
-    Layout(pp=2, dp=2, ep=2),
     Layout(cp=2, ep=2),
-    Layout(dp=4, ep=4, dispatcher="allgather"),
     Layout(tp=2, sp=True, dp=2, ep=2, dispatcher="allgather"),
 ]
+
+
+def some_slow(few, more) -> list:
+    return [*few, *(pytest.param(case, marks=pytest.mark.slow) for case in more)]
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +39,36 @@ def alone(pool_of_module):
     return run_layout(pool_of_module, EXPERTS, Layout(), observe=biases)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS, MORE), ids=str)
 def test_layout_equals_one_process(pool, alone, layout):
     """CASES 01, 02, 14, 54."""
     run = run_layout(pool, EXPERTS, layout, observe=biases)
     compare(run, alone)
     for rank in run.extra:
         assert all(torch.equal(bias, alone.extra[0][router]) for router, bias in rank.items())
+
+
+def save_to(directory: str, model, optimizer, parallel) -> None:
+    items = optimizer.weights.state() | optimizer.state()
+    save_checkpoint(directory, 40, items, {}, parallel=parallel)
+
+
+@pytest.fixture(scope="module")
+def trained(pool_of_module, tmp_path_factory):
+    """One process, trained for 40 steps and saved: (directory, Run of the next 5 steps)."""
+    directory, model = str(tmp_path_factory.mktemp("trained")), EXPERTS | {"lr": 3e-3, "min_lr": 3e-3}
+    run = run_layout(pool_of_module, model, Layout(), 40, observe=partial(save_to, directory))
+    assert run.losses[-1] < 0.9 * run.losses[0]
+    return directory, run_layout(pool_of_module, EXPERTS, Layout(), load=directory, observe=biases)
+
+
+@pytest.mark.parametrize("layout", some_slow(LAYOUTS[:1], LAYOUTS[1:4]), ids=str)
+def test_layout_equals_one_process_after_40_steps(pool, trained, layout):
+    directory, expected = trained
+    run = run_layout(pool, EXPERTS, layout, load=directory, observe=biases)
+    compare(run, expected)
+    for rank in run.extra:
+        assert all(torch.equal(bias, expected.extra[0][router]) for router, bias in rank.items())
 
 
 FP8 = EXPERTS | {
@@ -72,7 +103,7 @@ def traffic(values, layout, steps):
         return train(values, layout, steps), sent
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", some_slow(["alltoall"], ["allgather"]))
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_fp8_dispatch_changes_no_bit(pool, recipe, dispatcher):
     """CASES 37: gradients, wgrad included, losses and weights; and fewer bytes, all counted."""
@@ -129,7 +160,7 @@ def plain(pool_of_module):
     return {layout: pool_of_module.run_on(layout.world, train, model, layout, 2) for layout in layouts}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", some_slow(list(CHANGES)[::2], list(CHANGES)[1::2]))
 def test_changes_no_bit(pool, plain, name):
     """CASES 22, 23: the same tokens to the same experts again; nothing depends on what else goes on."""
     layout = Layout(dp=2, ep=2, pp=2 if name == "zero-bubble" else 1)
@@ -153,7 +184,7 @@ def whole(runs: list[Run], what: str) -> dict:
     return {name: ((), (), value) for name, value in assemble([getattr(run, what) for run in runs]).items()}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", some_slow(["delayed"], ["tensorwise"]))
 def test_one_scale_a_tensor(pool, recipe):
     """Each expert's own, over the ranks that hold it; near one process, as scales see other rows together."""
     model = FP8 | {"fp8_format": "hybrid", "fp8_recipe": recipe, "num_experts": 4}

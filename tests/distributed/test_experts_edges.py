@@ -78,8 +78,11 @@ def against_the_whole(model, tokens, recipe, plan, recomputed, to_one_rank):
     return {"own": own, "idle": all(not grads[name].any() for name in own), "x": bool(dx.any()) or not len(dx)}
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("recipe", [None, "blockwise", "tensorwise"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("gathers", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("recipe", [None, "blockwise", pytest.param("tensorwise", marks=SLOW)])
 def test_all_tokens_to_one_rank(pool, recipe, gathers):
     """CASES 11, 37: nothing hangs; the idle rank's gradients are zeros."""
     plan = DispatchPlan(gathers=gathers, fp8_tokens=recipe == "blockwise", overlaps_shared=True)
@@ -93,7 +96,7 @@ def test_all_tokens_to_one_rank(pool, recipe, gathers):
 
 
 @pytest.mark.parametrize("tokens", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param(None, marks=SLOW)])
 def test_few_tokens(pool, recipe, tokens):
     plan = DispatchPlan(fp8_tokens=recipe is not None)
     for result in pool.run_on(2, against_the_whole, MODEL, tokens, recipe, plan, False, False):
@@ -101,7 +104,7 @@ def test_few_tokens(pool, recipe, tokens):
 
 
 @pytest.mark.parametrize("model", [CAPACITY, FILLED], ids=["dropped", "filled up"])
-@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("gathers", [False, pytest.param(True, marks=SLOW)])
 def test_capacity(pool, model, gathers):
     """Choices that are dropped don't travel; an expert is filled up to the capacity of each rank's tokens."""
     plan = DispatchPlan(gathers=gathers)
