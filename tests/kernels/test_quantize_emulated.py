@@ -10,7 +10,7 @@ import pytest
 import torch
 from megafp8.kernels import quantize
 
-from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused
+from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused, test_quantize_producers
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
 from tests.kernels import testing
 
@@ -96,6 +96,21 @@ def test_experts_aligned_rows_bytes_and_rewrites():
     derive.test_transpose((130, 176))
     derive.test_blockwise_rewritten_as_mxfp8((130, 176), "1d")
     derive.test_blockwise_rewritten_as_mxfp8((130, 176), "2d")
+
+
+def test_rows_by_index_and_columns_derived_from_rows():
+    test_quantize_derive.test_dispatch_of_values_and_of_bytes_agree([70, 0, 26], SPECS["mxfp8"])
+
+
+def test_producers_under_tensor_tiles():
+    test_quantize_producers.test_norm_under_tensor_tiles((12, 256), "tensorwise")
+    test_quantize_producers.test_swiglu_with_row_weights((20, 128), "tensorwise_e5m2")
+
+
+@pytest.mark.slow
+def test_swiglu_from_and_to_bytes():
+    test_quantize_producers.test_swiglu_of_bytes_is_that_of_their_values((20, 160), "mxfp8")
+    test_quantize_producers.test_swiglu_keeps_its_input_as_bytes((20, 128), "blockwise")
 
 
 @pytest.mark.parametrize(("shape", "name", "offset"), [((130, 512), "blockwise", 0.0), ((5, 712), "mxfp8", 1.0)])
