@@ -118,11 +118,13 @@ class LayerPlan:
         s = self.sizes
         first = ("attention.q_proj",) if s.model.q_lora_rank is None else ("attention.q_down",)
         if self._keeps_norms:
-            shared = False  # in high precision both linears keep one tensor
+            kept = []  # recipes whose copy is there: linears that want the same share it, as those in BF16 share one
             for part in (*first, "attention.kv_down"):
-                if self._recipe(part) is not None or not shared:
+                recipe = self._recipe(part)
+                own = recipe is not None and (recipe.uses_history or s.model.normalization != "RMSNorm")
+                if own or recipe not in kept:
                     yield self._input(part)
-                shared = shared or self._recipe(part) is None
+                kept.append(recipe)
         for norm, width in attention_norms(s.model).items():
             yield self._norm(f"attention.{norm}", f"attention.{norm.removesuffix('norm')}up", width)
         if {"mla_up_proj", "core_attn"} <= set(self.recomputed):

@@ -23,8 +23,8 @@ from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParalle
 from megafp8.core.tensor_parallel.mappings import gather_tokens, sum_gradient
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
-from megafp8.core.transformer.norm import latent_norm
-from megafp8.core.transformer.produce import linear_after
+from megafp8.core.transformer.norm import Norm, latent_norm
+from megafp8.core.transformer.produce import linear_after, normalized_for
 from megafp8.core.transformer.recompute import all_remade, recomputed
 from megafp8.core.transformer.rope import apply_rotary, score_scale
 from megafp8.fp8 import Linear
@@ -108,6 +108,13 @@ class LatentAttention(nn.Module):
         self.kv_down = down("kv_down", self.latent + self.rotated)
         self.kv_norm = latent_norm(f"{name}.kv_norm", self.latent, build) if m.qk_layernorm else None
         self.kv_up = up("kv_up", self.latent, m.num_attention_heads * (self.plain + self.values))
+
+    def after(self, norm: Norm, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
+        """`self(norm(x))`, the norm's output quantized once for both linears that read it."""
+        if self.tokens.size > 1:
+            return self(norm(x), sequences, step)
+        first = self.q_proj if self.q_proj is not None else self.q_down
+        return self(normalized_for((first, self.kv_down), norm, x, step), sequences, step)
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""

@@ -54,7 +54,9 @@ class TransformerLayer(nn.Module):
         """What attention adds to x, and x."""
         if isinstance(self.attention, SelfAttention):
             return self.attention.after(self.input_norm, x, sequences, step, remake=self.remake_norms)
-        return _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=self.remake_norms), x
+        if not self.remake_norms:
+            return self.attention.after(self.input_norm, x, sequences, step), x
+        return _after(self.input_norm, x, lambda h: self.attention(h, sequences, step), remake=True), x
 
     def _mlp(self, x: Tensor, sequences: Sequences, step: StepContext) -> tuple[Tensor, Tensor]:
         """What the MLP adds to x, and x."""

@@ -5,7 +5,7 @@ import torch
 
 from megafp8.core.transformer.activation import Activation, gelu, squared_relu, swiglu
 from megafp8.core.transformer.norm import Norm
-from megafp8.core.transformer.produce import branch_after, linear_after
+from megafp8.core.transformer.produce import branch_after, linear_after, normalized_for
 from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, get_recipe
 from megafp8.fp8.producer import Want
 from megafp8.step import StepContext
@@ -114,6 +114,31 @@ def test_residual_stream_beside_the_norm(recipe, kind):
 
     before = run(lambda x, step: x + apart(norm(x), step), apart, x_like(7, 24), norm.weight)
     assert_same(run(branch, inside, x_like(7, 24), norm.weight), before)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_one_norm_for_two_linears(recipe):
+    """Quantized once, with one copy held; the same bits as when each quantizes for itself."""
+    norm, linears = make_norm(), [make_linear(recipe, name=f"l{i}") for i in range(2)]
+    results, held = [], []
+    for shared in (False, True):
+        scaling = DelayedScaling.of(torch.nn.ModuleList(linears))
+        step, x, storages = StepContext(scaling=scaling), x_like(7, 40).requires_grad_(), {}
+
+        def pack(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            h = normalized_for(linears, norm, x, step) if shared else norm(x)
+            y = sum(linear(h, step) for linear in linears)
+        held.append(sum(t.dtype == torch.float8_e4m3fn for t in storages.values()))
+        y.backward(x_like(7, 24))
+        results.append([y, x.grad, *(p.grad for p in (norm.weight, *(linear.weight for linear in linears)))])
+        for param in (norm.weight, *(linear.weight for linear in linears)):
+            param.grad = None
+    assert_same(*results)
+    assert held == {None: [0, 0], "delayed": [2, 2]}.get(recipe, [2, 1])
 
 
 def test_stream_alone():
