@@ -253,7 +253,7 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
     if col is None:
         made = _norm_rows(x, weight, y, row, spec, scaling, **norm)
         return NormQuantized(row, col, made if rstd is None else rstd, y)
-    if rstd is None and scaling.amax is None and chosen("norm both").slab:
+    if rstd is None and scaling.amax is None and _one_launch(H):
         return NormQuantized(row, col, _norm_both(x, weight, y, row, col, spec, scaling, **norm), y)
     if rstd is None:
         rstd = _norm_rows(x, weight, None, None, spec, UNSCALED, **norm)
@@ -298,6 +298,12 @@ def _norm_rows(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
             tile_epsilon(spec) if spec is not None else 0.0, H=H, WEIGHT_OFFSET=weight_offset, HELD=config.held,
             EVEN=T % config.block_m == 0, **options, **config.options())
     return rstd
+
+
+def _one_launch(hidden: int) -> bool:
+    """Whether `norm_both_kernel` can make rstd in the layout, and so with the bits, of `norm_rows_kernel`."""
+    config = chosen("norm both")
+    return config.slab > 0 and norm_rows_config(hidden).num_warps <= config.num_warps
 
 
 def _norm_both(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, col: Stored, spec: Spec,
