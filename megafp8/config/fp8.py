@@ -105,7 +105,7 @@ class FP8Config:
     )
     fp8_gemm_backend: str = flag(
         "auto",
-        "Which FP8 GEMMs run: auto picks by device and by a table of measured speed; triton takes the kernels of "
+        "Which FP8 GEMMs run: auto picks by a table of measured speed; triton takes the kernels of "
         "kernels/ (compute capability 9.0; not for mxfp8), cublaslt PyTorch's scaled_mm, reference plain PyTorch.",
         choices=("auto", "triton", "cublaslt", "reference"),
     )

@@ -175,6 +175,7 @@ PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "balancing_losses": {"moe_router_load_balancing_type", "moe_aux_loss_coeff"},
     "group_scores": {"moe_router_group_scores"},
     "window": {"window_size"},
+    "skipped_ranges": {"iterations_to_skip"},
     "layout_sizes": {"context_parallel_size", "tensor_model_parallel_size", "expert_tensor_parallel_size"},
     "BatchSize": {"rampup_batch_size", "step_batch_size_schedule", "batch_size_steps"},
     "pipeline_stages": {
