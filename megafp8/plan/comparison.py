@@ -105,25 +105,26 @@ def measure(config: Config, plan: MemoryPlan, device: torch.device) -> list[str]
     optimizer = build_optimizer(specs_in_order(model), config, parallel, scaling=scaling)
     shape = (config.train.micro_batch_size, config.data.seq_length)
     tokens = torch.randint(config.model.unpadded_vocab_size, shape, device=device)
-    held = peak = 0
+    held = peak = static = 0
     for _ in range(2):
-        optimizer.zero_grad(1)
-        resident = torch.cuda.memory_allocated(device)
+        optimizer.zero_grad(2)
         torch.cuda.reset_peak_memory_stats(device)
-        loss = model(tokens, step=StepContext(grads=optimizer.grads, scaling=scaling), labels=tokens)
-        held = torch.cuda.memory_allocated(device) - resident
-        loss.backward()
+        for _ in range(2):  # FP8 copies of weights are made in a step's first forward
+            resident = torch.cuda.memory_allocated(device)
+            loss = model(tokens, step=StepContext(grads=optimizer.grads, scaling=scaling), labels=tokens)
+            held = torch.cuda.memory_allocated(device) - resident
+            loss.backward()
+            del loss
         optimizer.reduce_gradients()
-        peak = torch.cuda.max_memory_allocated(device)
+        static, peak = torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
         if scaling is not None:
             scaling.advance()
-        optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=tokens.numel())
-        del loss
+        optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=2 * tokens.numel())
     return rows(
         {
-            "weights, copies, gradients, optimizer": (plan.static, torch.cuda.memory_allocated(device) - before),
+            "weights, copies, gradients, optimizer": (plan.static, static),
             "activations": (plan.held, held),
-            "peak": (plan.total, peak - before),
+            "peak": (plan.total, peak),
         }
     )
 
