@@ -33,7 +33,10 @@ def command(corpus: Path, log_dir: Path, *extra: str, recipe: str = "blockwise")
     return flags(corpus, *RECIPES[recipe], *SHORT, "--log-dir", str(log_dir), *extra)
 
 
-@pytest.mark.parametrize("layout", [TP_DP, ("--pipeline-model-parallel-size", "2")], ids=["tp-dp", "pp-dp"])
+STAGES = ("--pipeline-model-parallel-size", "2")
+
+
+@pytest.mark.parametrize("layout", [TP_DP, pytest.param(STAGES, marks=pytest.mark.slow)], ids=["tp-dp", "pp-dp"])
 def test_statistics_are_those_of_one_process(pool, corpus, tmp_path, layout):
     """In the first step, when the weights are the same; what several ranks hold alike counts several times for all."""
     found = {}

@@ -156,7 +156,7 @@ def test_noise_makes_a_linear_fall_back(corpus, tmp_path):
 PRIMARY = ("--fp8-param-gather", "--use-distributed-optimizer")
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_fp8_primary_weights_fall_back_to_the_same_bits(corpus, tmp_path, recipe):
     """With a fallback as without one, FP8 primary weights change no bit of the run; stopped and resumed neither."""
     for name, extra in (("plain", ()), ("primary", PRIMARY), ("resumed", PRIMARY)):
@@ -184,7 +184,7 @@ def test_forgotten_on_resume(corpus, tmp_path):
     assert skipped(tmp_path) == [3, 5], "in FP8 again after the resume, until the fault"
 
 
-@pytest.mark.parametrize("primary", [(), PRIMARY], ids=["bf16", "fp8-primary"])
+@pytest.mark.parametrize("primary", [pytest.param((), marks=pytest.mark.slow), PRIMARY], ids=["bf16", "fp8-primary"])
 def test_there_and_back_changes_no_bit(corpus, tmp_path, primary):
     """Between two steps a linear falls back and returns."""
     original = IterationRunner._change_precisions
