@@ -58,6 +58,8 @@ OPTIONS = {
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "tensorwise, fc1 in FP8": f"--fp8-format hybrid --fp8-recipe tensorwise {STORE}",
     "delayed": "--fp8-format hybrid --fp8-recipe delayed",
+    "blockwise, own GEMMs": "--fp8-format e4m3 --fp8-gemm-backend triton",
+    "tensorwise, own GEMMs": "--fp8-format hybrid --fp8-gemm-backend triton",
     "blockwise, norms again": "--fp8-format e4m3 --recompute-granularity selective --recompute-modules layernorm",
     "blockwise, mlp again": "--fp8-format e4m3 --recompute-granularity selective --recompute-modules mlp",
 }
