@@ -44,12 +44,12 @@ class CheckpointConfig:
     )
     dist_ckpt_strictness: str | None = flag(
         None,
-        "What to do about names that only the checkpoint or only the run has: raise_* ends with an error, log_* and "
-        "return_* go on with a log line, ignore_all without; *_unexpected is about names that the checkpoint lacks "
-        "(they keep their initial values), *_all also about those that the run has no place for.",
+        "Names that only the checkpoint or only the run has: an error (raise_*), a log line (log_*, return_*) or "
+        "nothing; *_unexpected: what the checkpoint lacks; *_all: what the run lacks, too.",
         choices=(
             *("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"),
             *("return_unexpected", "return_all", "ignore_all"),
         ),
+        metavar="POLICY",
         shown_default="raise_all",
     )

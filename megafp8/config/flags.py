@@ -104,7 +104,7 @@ def _keywords(field: dataclasses.Field, spec: FlagSpec, annotation: Any) -> dict
     if kind is bool:
         return keywords | {"action": "store_false" if field.default else "store_true"}
     keywords |= {"type": kind, "choices": spec.choices, "nargs": spec.nargs}
-    if spec.choices is None:
+    if spec.choices is None or spec.metavar is not None:  # long lists of choices would break the columns
         keywords["metavar"] = spec.metavar or {int: "N", float: "X", str: "TEXT"}[kind]
     return keywords
 

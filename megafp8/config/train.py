@@ -53,8 +53,8 @@ class TrainConfig:
     )
     rerun_mode: str = flag(
         "disabled",
-        "validate_results: rerun suspicious iterations, and end with exit code 16 where a restart has to decide; "
-        "report_stats: run every iteration twice and report whether bits agree (docs/trust.md).",
+        "With validate_results rerun suspicious iterations, with report_stats every one, and report whether bits "
+        "agree; exit code 16 where a restart has to decide (docs/trust.md).",
         choices=("disabled", "validate_results", "report_stats"),
     )
     seed: int = flag(1234, "Seed of weights, data order and dropout.")
