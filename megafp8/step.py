@@ -54,7 +54,9 @@ class Statistics:
     def add_mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
         """Adds a sum of values and their weight, scalars, to the mean `name`."""
         total = total.detach().double()
-        _add(self.means, name, torch.stack([total, torch.as_tensor(weight, dtype=total.dtype, device=total.device)]))
+        if not isinstance(weight, Tensor):
+            weight = total.new_full((), weight)  # a copy from the host would wait for the device
+        _add(self.means, name, torch.stack([total, weight.detach().to(total)]))
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
