@@ -22,7 +22,7 @@ class CheckpointConfig:
     async_save: bool = flag(
         False,
         "Write checkpoints in the background: training stands still only while the state is copied to host memory, "
-        "which takes as much memory as a rank's part of a checkpoint.",
+        "of which a rank's part of a checkpoint is taken.",
     )
     no_save_optim: bool = flag(False, "Leave the optimizer's state out of checkpoints.")
     no_save_rng: bool = flag(False, "Leave the random states out of checkpoints.")
@@ -44,12 +44,12 @@ class CheckpointConfig:
     )
     dist_ckpt_strictness: str | None = flag(
         None,
-        "Names that only the checkpoint or only the run has: an error (raise_*), a log line (log_*, return_*) or "
-        "nothing; *_unexpected: what the checkpoint lacks; *_all: what the run lacks, too.",
+        "Names that only the checkpoint or only the run has: raise_*, log_*, return_* (logs), ignore_all, "
+        "assume_ok_unexpected; *_all minds both kinds, *_unexpected what the checkpoint lacks (docs/checkpoints.md).",
         choices=(
             *("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"),
             *("return_unexpected", "return_all", "ignore_all"),
         ),
-        metavar="POLICY",
+        metavar="WORD",
         shown_default="raise_all",
     )

@@ -25,7 +25,7 @@ class FlagSpec:
         aliases: further option strings that Megatron-LM accepts for the same field.
         choices: allowed values.
         nargs: argparse's `nargs` for fields that hold tuples.
-        metavar: placeholder in `--help`.
+        metavar: placeholder in `--help`; of `choices`, in place of their list, which the help must then give.
         shown_default: text for the default in `--help` when it is derived from other flags.
     """
 
