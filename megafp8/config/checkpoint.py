@@ -45,7 +45,7 @@ class CheckpointConfig:
     dist_ckpt_strictness: str | None = flag(
         None,
         "Names that only the checkpoint or only the run has: raise_*, log_*, return_* (logs), ignore_all, "
-        "assume_ok_unexpected; *_all minds both kinds, *_unexpected what the checkpoint lacks (docs/checkpoints.md).",
+        "assume_ok_unexpected; *_all minds both, *_unexpected what the checkpoint lacks (docs/checkpoints.md).",
         choices=(
             *("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"),
             *("return_unexpected", "return_all", "ignore_all"),
