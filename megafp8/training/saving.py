@@ -81,4 +81,8 @@ class Saves:
     def rescue(self) -> list[Outcome]:
         """After an error in training: the save being written is of the time before, and good. With several ranks it
         can't be finished, for the others may be anywhere."""
-        return self.finish() if self._parts.parallel.world_size == 1 else []
+        if self._parts.parallel.world_size == 1:
+            return self.finish()
+        if self._background is None or not self._background.busy:
+            return []
+        return [Outcome(self._iteration, saved=False, note=": an error ended the run while it was written")]

@@ -1,11 +1,13 @@
 """Box arithmetic, against a mask of every element."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.checkpoint.boxes import intersection, is_box_of, pieces, slices_within, volume
+from megafp8.checkpoint.boxes import _overlap, intersection, is_box_of, pieces, slices_within, volume
 
 
 @st.composite
@@ -90,3 +92,13 @@ def test_a_scalar_is_one_piece():
 @pytest.mark.parametrize("box", [((0, 4),), ((0, 3), (0, 2)), ((2, 1),), ((-1, 2),)])
 def test_boxes_outside_a_shape(box):
     assert not is_box_of(box, (3,))
+
+
+def _boxes(dims):
+    ranges = st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda r: (r[0], r[0] + r[1]))
+    return st.lists(st.tuples(*[ranges] * dims), max_size=8, unique=True)
+
+
+@given(st.integers(1, 3).flatmap(_boxes))
+def test_the_sweep_finds_what_comparing_all_pairs_finds(boxes):
+    assert _overlap(boxes) == any(intersection(a, b) for a, b in combinations(boxes, 2))
