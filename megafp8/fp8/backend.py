@@ -68,6 +68,15 @@ def row_kernels() -> ModuleType | None:
     return permute
 
 
+def together(data: Tensor) -> Tensor:
+    """FP8 rows that lie apart, copied together."""
+    kernels = row_kernels() if data.is_cuda else None
+    if kernels is None:
+        return data.view(torch.uint8).contiguous().view(data.dtype)
+    rows = torch.arange(len(data), device=data.device)
+    return kernels.spread(data.view(torch.uint8), rows).view(data.dtype)
+
+
 def pick_and_quantize(
     x: Tensor | tuple[Tensor, Tensor], index: Tensor, spec: OperandSpec, colwise: bool, derived: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:

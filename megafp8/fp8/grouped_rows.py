@@ -8,8 +8,7 @@ did; else it comes from the values.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,16 +89,16 @@ def pack(rows: QuantizedStorage) -> Tensor:
 
 
 def unpack(quantizer: Quantizer, packed: Tensor, features: int) -> QuantizedStorage:
-    """The rows that were packed, `[T, features]`."""
+    """The rows that were packed, `[T, features]`; their data are a view, whose rows lie apart."""
     spec = quantizer.spec
     data, scales = packed.split([features, packed.shape[1] - features], 1)
     scale_dtype = torch.float8_e8m0fnu if spec.scale is Scale.E8M0 else torch.float32
-    parts = (part.clone(memory_format=torch.contiguous_format) for part in (data, scales))  # of one row too
-    stored = tuple(p.view(d) for p, d in zip(parts, (spec.format.dtype, scale_dtype), strict=True))
-    assert math.prod(stored[1].shape) == math.prod(spec.tile.scale_shape(*data.shape)), packed.shape
-    return quantizer.store(stored, "rowwise")
+    scale_inv = scales.clone(memory_format=torch.contiguous_format).view(scale_dtype)  # of one row too
+    assert tuple(scale_inv.shape) == spec.tile.scale_shape(*data.shape), packed.shape
+    return quantizer.store((data.view(spec.format.dtype), scale_inv), "rowwise")
 
 
 def unpack_values(quantizer: Quantizer, packed: Tensor, features: int, dtype: torch.dtype) -> Tensor:
     """Their values, in `dtype`."""
-    return unpack(quantizer, packed, features).dequantize(dtype)
+    rows = unpack(quantizer, packed, features)
+    return replace(rows, data=backend.together(rows.data)).dequantize(dtype)
