@@ -9,7 +9,7 @@ promote (gemm_hopper_contract.py): Hopper's FP8 tensor cores keep few fraction b
 promotion is also what makes a tensorwise product accurate. Problem kinds: see gemm_hopper_problem.py.
 """
 
-# ruff: noqa: SIM109, SIM300 - options are constants, but not the ones to compare with; kernels know no `in`
+# ruff: noqa: SIM300 - options are constants, but not the ones to compare with
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -26,7 +26,6 @@ from .gemm_hopper_problem import (
     Options,
     Ring,
     add_ring,
-    add_tma,
     aligned,
     block_1d1d,
     block_1d2d,
@@ -40,7 +39,7 @@ from .gemm_hopper_problem import (
     tensorwise,
     tile_at,
 )
-from .gemm_hopper_store import Output, add_piece, add_stage, load_piece, load_stage, store
+from .gemm_hopper_store import Output, add_stage, load_stage, store
 
 
 @gluon.constexpr_function
@@ -131,10 +130,6 @@ def _consume(op, out, ring, WARPGROUP: gl.constexpr, o):
             b_at = scales_2d_at(op, g, n, o)
             if o.SCALING == tensorwise:
                 scale = gl.load(out.scale_a + g) * gl.load(out.scale_b + g)
-            if o.STORE == add_tma:
-                tma.store_wait(0)  # of the tile before
-                load_piece(out, FIRST, g, m + o.ROWS - HALF, n, o)
-                load_piece(out, FIRST + 1, g, m + o.ROWS - HALF, n + HALF, o)
             if o.ROWS == 64:
                 left, right, stage, phase = contract_pairs(
                     ring, stage, phase, late, depth, b_at, op.scale_b_k, ROW, MMA, o
@@ -152,15 +147,6 @@ def _consume(op, out, ring, WARPGROUP: gl.constexpr, o):
                 add_stage(left, right, out, ring, stage, phase, WARPGROUP, scale, g, row, n, o)
                 late = stage
                 stage, phase = next_stage(stage, phase, o)
-            elif o.STORE == add_tma:
-                add_piece(left, out, FIRST, 0, scale, g, row, n, o)
-                add_piece(right, out, FIRST + 1, 0, scale, g, row, n + HALF, o)
-                tma.store_wait(1)
-                load_piece(out, FIRST, g, m, n, o)
-                tma.store_wait(0)
-                load_piece(out, FIRST + 1, g, m, n + HALF, o)
-                add_piece(left_0, out, FIRST, 1, scale, g, m, n, o)
-                add_piece(right_0, out, FIRST + 1, 1, scale, g, m, n + HALF, o)
             else:
                 B: gl.constexpr = o.BUFFERS
                 store(left, out, FIRST, scale, g, row, n, row_start, row_end, op.N, o)
@@ -192,23 +178,18 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     a_scales = gl.allocate_shared_memory(gl.float32, [SCALES, o.BM], flat)
     b_scales = gl.allocate_shared_memory(gl.float32, [SCALES, BN if SCALING == block_1d1d else 32], flat)
-    c_type: gl.constexpr = gl.float32 if STORE == add_tma else gl.bfloat16
-    c_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if STORE == add_tma else 16, 2)
-    rows: gl.constexpr = HALF if STORE == by_tma or STORE == add_tma else 8
-    buffers = gl.allocate_shared_memory(c_type, [2 * BUFFERS, rows, HALF], c_layout)
+    c_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    buffers = gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, HALF if STORE == by_tma else 8, HALF], c_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    loaded = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2 * BUFFERS):
-        mbarrier.init(loaded.index(i), count=1)
     fence_async_shared()
     # `to_tensor`: an argument that equals 1 arrives as a constant.
     op = Operands(a_desc, b_desc, scale_a_desc, scale_b_desc, ends, groups, M, gl.to_tensor(N), K, scale_a_ld,
                   scale_b_ld, scale_b_k, scale_b_group, padding)  # fmt: skip
-    out = Output(c_desc, c, bias, scale_a, scale_b, gl.to_tensor(c_ld), c_group, buffers, loaded)
+    out = Output(c_desc, c, bias, scale_a, scale_b, gl.to_tensor(c_ld), c_group, buffers)
     ring = Ring(a_smem, b_smem, a_scales, b_scales, full, empty)
     gl.warp_specialize([
         (_consume, (op, out, ring, 0, o)),

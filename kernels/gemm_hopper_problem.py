@@ -13,14 +13,13 @@ from triton.language.core import _aggregate as aggregate
 
 DENSE, GROUPED_M, GROUPED_K = 0, 1, 2
 TENSORWISE, BLOCK_1D2D, BLOCK_1D1D = 0, 1, 2
-# C is written from registers; through shared memory by TMA; or so, added to what TMA brought from C before, into
-# buffers of its own or into a stage of the ring.
-DIRECT, BY_TMA, ADD_TMA, ADD_RING = 0, 1, 2, 3
+# C is written from registers; through shared memory by TMA; or added to in a stage of the ring, where TMA brought it.
+DIRECT, BY_TMA, ADD_RING = 0, 1, 2
 
 # The same for kernels, which may read globals only if they are constexprs.
 dense, grouped_m, grouped_k = gl.constexpr(DENSE), gl.constexpr(GROUPED_M), gl.constexpr(GROUPED_K)
 tensorwise, block_1d2d, block_1d1d = gl.constexpr(TENSORWISE), gl.constexpr(BLOCK_1D2D), gl.constexpr(BLOCK_1D1D)
-direct, by_tma, add_tma, add_ring = map(gl.constexpr, (DIRECT, BY_TMA, ADD_TMA, ADD_RING))
+direct, by_tma, add_ring = gl.constexpr(DIRECT), gl.constexpr(BY_TMA), gl.constexpr(ADD_RING)
 BN = gl.constexpr(128)  # tile columns, and the width of a 2D scale's block
 BK = gl.constexpr(128)  # K block: the width of a 1D scale's block
 HALF = gl.constexpr(64)  # rows of one product of a warpgroup; accumulators are kept as 64 x 64 pieces

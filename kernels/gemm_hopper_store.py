@@ -1,8 +1,7 @@
 """How the Hopper GEMM's consumers write their tiles: 64 x 64 pieces, from registers or through shared memory by TMA.
 
-Where C is added to (FP32 wgrads), it comes by TMA too; a warpgroup adds to it where it lies and sends it back. With 64
-rows a warpgroup, a tile of C is exactly a stage of the ring, and follows the tile's K blocks there. With 128 rows, a
-warpgroup has two buffers, and sends for the first two pieces before it multiplies.
+Where C is added to (FP32 wgrads), it comes by TMA too: a 128 x 128 tile of C is exactly a stage of the ring, and
+follows the tile's K blocks there. Consumers add to it where it lies and send it back.
 """
 
 # ruff: noqa: SIM300 - options are constants, but not the ones to compare with
@@ -16,8 +15,7 @@ from .gemm_hopper_problem import HALF, direct, grouped_k, grouped_m, tensorwise
 
 @aggregate
 class Output:
-    """Where the result goes. buffers: 64 x 64 pieces on their way, those of a warpgroup in a row; loaded: a barrier for
-    each, where pieces of C are added to."""
+    """Where the result goes. buffers: 64 x 64 BF16 pieces on their way, those of a warpgroup in a row."""
 
     desc: tma.tensor_descriptor
     ptr: gl.tensor
@@ -27,10 +25,9 @@ class Output:
     ld: gl.tensor
     group_stride: gl.tensor
     buffers: gl.shared_memory_descriptor
-    loaded: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, desc, ptr, bias, scale_a, scale_b, ld, group_stride, buffers, loaded):
+    def __init__(self, desc, ptr, bias, scale_a, scale_b, ld, group_stride, buffers):
         self.desc = desc
         self.ptr = ptr
         self.bias = bias
@@ -39,23 +36,20 @@ class Output:
         self.ld = ld
         self.group_stride = group_stride
         self.buffers = buffers
-        self.loaded = loaded
 
 
 @gluon.jit
-def _piece(memory, index):
-    """64 x 64 FP32 numbers of shared memory, the index-th of those that fit."""
-    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
+def _piece(operand, index):
+    """A slot of A or of B, 128 x 128 bytes, as 64 x 64 FP32 numbers."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    return memory._reinterpret(gl.float32, [count // (HALF * HALF * 4), HALF, HALF], layout).index(index)
+    return operand._reinterpret(gl.float32, [operand.shape[0], HALF, HALF], layout).index(index)
 
 
 @gluon.jit
-def _stacked_piece(memory, index):
+def _stacked_piece(operand, index):
     """The same as a `[1, 64, 64]` block, which is how TMA addresses a stack of matrices."""
-    count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] * memory.dtype.primitive_bitwidth // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 3)
-    return memory._reinterpret(gl.float32, [count // (HALF * HALF * 4), 1, HALF, HALF], layout).index(index)
+    return operand._reinterpret(gl.float32, [operand.shape[0], 1, HALF, HALF], layout).index(index)
 
 
 @gluon.jit
@@ -64,14 +58,6 @@ def _load_c(out, bar, memory, index, g, row, column, o):
         tma.async_copy_global_to_shared(out.desc, [g, row, column], bar, _stacked_piece(memory, index))
     else:
         tma.async_copy_global_to_shared(out.desc, [row, column], bar, _piece(memory, index))
-
-
-@gluon.jit
-def load_piece(out, buffer, g, row, column, o):
-    """Starts the way of a piece of C into a buffer."""
-    bar = out.loaded.index(buffer)
-    mbarrier.expect(bar, HALF * HALF * 4)
-    _load_c(out, bar, out.buffers, buffer, g, row, column, o)
 
 
 @gluon.jit
@@ -98,13 +84,6 @@ def _add(x, out, memory, index, scale, g, row, column, o):
         tma.async_copy_shared_to_global(out.desc, [g, row, column], _stacked_piece(memory, index))
     else:
         tma.async_copy_shared_to_global(out.desc, [row, column], piece)
-
-
-@gluon.jit
-def add_piece(x, out, buffer, phase, scale, g, row, column, o):
-    """Adds to what `load_piece` sent for."""
-    mbarrier.wait(out.loaded.index(buffer), phase)
-    _add(x, out, out.buffers, buffer, scale, g, row, column, o)
 
 
 @gluon.jit

@@ -20,7 +20,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import gemm_hopper, gemm_regroup, gemm_tl
 from .gemm_hopper_problem import (
     ADD_RING,
-    ADD_TMA,
     BLOCK_1D1D,
     BLOCK_1D2D,
     BY_TMA,
@@ -89,18 +88,19 @@ class HopperConfig:
 
 LARGE = HopperConfig(rows=128, stages=3, buffers=4)  # 256 x 128 tiles
 SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
+FAST = HopperConfig(rows=128, stages=4)  # the same, and nothing to promote meanwhile
 SMALL_COST = 1.07  # time of a 256 x 128 tile's work in two small ones
 
 
 def hopper_config(problem: Problem, programs: int = 132) -> HopperConfig:
     """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md.
 
-    Large tiles read less and are faster where they fill the device as well. 1D1D is faster in small ones, into whose
-    ring a whole tile of C fits; without accumulation it would spill in large ones.
+    Large tiles read less and are faster where they fill the device as well. Where C is added to, small ones are, into
+    whose ring a whole tile of C fits. 1D1D without addition would spill in large ones.
     """
     if problem.fast:
-        return LARGE
-    if problem.kind == GROUPED_K or problem.scaling == BLOCK_1D1D:
+        return FAST
+    if problem.accumulate or problem.kind == GROUPED_K or problem.scaling == BLOCK_1D1D:
         return SMALL
     return SMALL if SMALL_COST * _rounds(problem, SMALL, programs) < _rounds(problem, LARGE, programs) else LARGE
 
@@ -168,7 +168,7 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
         "ROWS": config.rows, "STAGES": config.stages, "BAND": config.band,
         "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast, "HAS_BIAS": p.bias is not None,
         "ACCUMULATE": p.accumulate, "STORE": mode,
-        "BUFFERS": {BY_TMA: config.buffers, ADD_TMA: 2}.get(mode, 1),
+        "BUFFERS": config.buffers if mode == BY_TMA else 1,
     }  # fmt: skip
     _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
@@ -232,8 +232,8 @@ def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
 def _store_mode(p: Problem, config: HopperConfig) -> int:
     """How C is written: by TMA where that can address it and the epilogue knows the case."""
     if tma_ready(p.out):
-        if p.accumulate and p.out.dtype == torch.float32:
-            return ADD_RING if config.rows == 64 else ADD_TMA
+        if p.accumulate and p.out.dtype == torch.float32 and config.rows == 64:
+            return ADD_RING
         if not p.accumulate and p.out.dtype == torch.bfloat16 and p.kind != GROUPED_K:
             return BY_TMA
     return DIRECT

@@ -3,8 +3,8 @@
 One line a GEMM: TFLOPS of every backend, then of the project's best kernel GB/s (operands and scales read once, the
 result written once, and read where it is added to) and its speed relative to BF16 and to cuBLASLt in the same
 accumulation mode; then what `--fp8-gemm-backend auto` picks, and how far that is behind the best. A time is the median
-of device times, without what the host takes to launch. Backends take turns, call by call: a GPU at its power limit is
-slower for whoever comes later.
+of device times, without what the host takes to launch. Backends take turns, call by call, and the GPU rests for twice
+as long as a call takes: at its power limit it is slower for whoever comes later.
 
     python tools/bench_gemm.py                                    # every shape
     python tools/bench_gemm.py --shapes grouped --json gemm.json
@@ -155,9 +155,11 @@ def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Ite
     yield Case(title, "grouped 1D1D +=", (N, K, T), flops, (N + K) * (T + T // 32) + 8 * groups * N * K, runs)
 
 
-def seconds(runs: dict[str, Callable[[], object]], flush: Tensor, repeats: int) -> dict[str, float]:
-    """Median device times, the runs in turn. The device sleeps first, so that a launch is queued before the clock
-    starts."""
+def seconds(
+    runs: dict[str, Callable[[], object]], flush: Tensor, repeats: int, sleep_cycles: int = 500_000
+) -> dict[str, float]:
+    """Median device times, the runs in turn. The device sleeps first (500,000 cycles are about 0.3 ms), so that it is
+    rested, and a launch is queued before the clock starts."""
     for run in runs.values():
         run()
         run()
@@ -166,7 +168,7 @@ def seconds(runs: dict[str, Callable[[], object]], flush: Tensor, repeats: int) 
         for name, run in runs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(500_000)  # cycles, about 0.3 ms
+            torch.cuda._sleep(sleep_cycles)
             start.record()
             run()
             end.record()
@@ -177,7 +179,8 @@ def seconds(runs: dict[str, Callable[[], object]], flush: Tensor, repeats: int) 
 
 def bench(case: Case, flush: Tensor, repeats: int, skip: tuple[str, ...] = ()) -> dict:
     """TFLOPS of every backend, and what the line says of the best kernel of the project."""
-    times = seconds({name: run for name, run in case.runs.items() if name not in skip}, flush, repeats)
+    rest = max(500_000, int(2 * case.flops / 1e15 * 1.7e9))  # twice the time at 1 PFLOPS, at 1.7 GHz
+    times = seconds({name: run for name, run in case.runs.items() if name not in skip}, flush, repeats, rest)
     best = min((own for own in OWN if own in times), key=times.__getitem__)
     return {
         "name": case.name, "kind": case.kind, "shape": list(case.shape), "best": best,

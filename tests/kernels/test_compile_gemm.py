@@ -14,7 +14,7 @@ from megafp8.kernels.gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
-from megafp8.kernels.gemm_launch import LARGE, SMALL, Problem
+from megafp8.kernels.gemm_launch import FAST, LARGE, SMALL, Problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -59,7 +59,7 @@ GLUON = {
     "tensorwise small": (SMALL, (DENSE, TENSORWISE)),
     "tensorwise wgrad of E5M2": (LARGE, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
     "tensorwise wgrad of E5M2 small": (SMALL, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
-    "tensorwise fast": (LARGE, (DENSE, TENSORWISE), {"fast": True}),
+    "tensorwise fast": (FAST, (DENSE, TENSORWISE), {"fast": True}),
     "1D2D": (LARGE, (DENSE, BLOCK_1D2D)),
     "1D2D small": (SMALL, (DENSE, BLOCK_1D2D)),
     "1D2D bias": (LARGE, (DENSE, BLOCK_1D2D), {"bias": True}),
@@ -74,7 +74,7 @@ GLUON = {
     "grouped wgrad": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32)),
     "grouped wgrad accumulate": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32, True)),
     "grouped wgrad tensorwise": (SMALL, (GROUPED_K, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
-    "grouped wgrad fast": (LARGE, (GROUPED_K, TENSORWISE, FP32, True), {"fast": True}),
+    "grouped wgrad fast": (FAST, (GROUPED_K, TENSORWISE, FP32, True), {"fast": True}),
 }
 
 
@@ -122,7 +122,7 @@ def test_plain_triton_twin(arguments, target, product):
         (LARGE, DENSE, BLOCK_1D2D, {}, (4096, 4096)),
         (SMALL, DENSE, BLOCK_1D2D, {}, (512, 512)),
         (SMALL, DENSE, BLOCK_1D2D, {}, (4096, 1536)),  # three rounds of small tiles, two of large ones
-        (LARGE, DENSE, TENSORWISE, {"fast": True}, (512, 512)),
+        (FAST, DENSE, TENSORWISE, {"fast": True}, (512, 512)),
         (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192)),
         (SMALL, DENSE, BLOCK_1D1D, {}, (8192, 8192)),
         (LARGE, GROUPED_M, BLOCK_1D2D, {}, (3 * 4096, 4096)),
