@@ -1,8 +1,9 @@
 """Two runs that save into one directory."""
 
 import os
-import subprocess
-import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -11,24 +12,26 @@ from megafp8.checkpoint.directory import saved_iterations
 from megafp8.checkpoint.lock import LOCK_FILE, SaveLock
 from tests.checkpoint.helpers import make_items
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from megafp8.checkpoint.lock import SaveLock
-lock = SaveLock(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(60)
-"""
+
+def hold(pipe, save: str) -> None:
+    """Takes the lock, says so, and keeps it until the process is killed."""
+    lock = SaveLock(Path(save))
+    pipe.send("held")
+    time.sleep(60)
+    lock.release()
 
 
 @pytest.fixture
 def holder(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"held\n"
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(theirs, str(tmp_path)), daemon=True)
+    process.start()
+    assert ours.recv() == "held"
     yield process
     process.kill()
-    process.wait()
-    process.stdout.close()
+    process.join()
 
 
 def test_another_process_is_refused_until_the_first_one_is_gone(tmp_path, holder, caplog):
@@ -39,7 +42,7 @@ def test_another_process_is_refused_until_the_first_one_is_gone(tmp_path, holder
     assert "--save of its own" in caplog.text
     assert partial.exists(), "the other run's unfinished work was removed"
     holder.kill()
-    holder.wait()
+    holder.join()
     assert save_checkpoint(tmp_path, 8, make_items(), {}) is not None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000008", "latest"]
 
