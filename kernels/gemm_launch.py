@@ -232,7 +232,7 @@ def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
 def _store_mode(p: Problem, config: HopperConfig) -> int:
     """How C is written: by TMA where that can address it and the epilogue knows the case."""
     if tma_ready(p.out):
-        if p.accumulate and p.out.dtype == torch.float32 and config.rows == 64:
+        if p.accumulate and p.out.dtype == torch.float32 and config.rows == 64 and p.bias is None:
             return ADD_RING
         if not p.accumulate and p.out.dtype == torch.bfloat16 and p.kind != GROUPED_K:
             return BY_TMA

@@ -84,6 +84,9 @@ def test_1d1d_writes_and_accumulates(M, N, K, backend):
     before = torch.randn(M, N, device=DEVICE) * want.std(correction=0).float()
     got = gemm.gemm_1d1d(a, b, scale_a, scale_b, out=before.clone(), accumulate=True, backend=backend)
     assert_close(got, want + before.double(), FP32_ERROR, "accumulated")
+    bias = torch.randn(N, device=DEVICE) * want.std(correction=0).float()
+    got = gemm.gemm_1d1d(a, b, scale_a, scale_b, bias=bias, out=before.clone(), accumulate=True, backend=backend)
+    assert_close(got, want + before.double() + bias.double(), FP32_ERROR, "accumulated with a bias")
 
 
 @pytest.mark.parametrize("K", [64, 128, 192, 320, 640, 896, 1152])
