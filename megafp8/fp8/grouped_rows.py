@@ -25,14 +25,12 @@ class RowSpec:
     """What a grouped linear wants of the rows it is given.
 
     quantizer: None for high precision. colwise: backward needs that copy. alignment: each expert's rows begin at a
-    multiple of it, rows of zeros between; None: experts run one by one. gradients: how the gradient of the experts'
-    outputs is quantized.
+    multiple of it, rows of zeros between; None: experts run one by one.
     """
 
     quantizer: Quantizer | None = None
     colwise: bool = False
     alignment: int | None = None
-    gradients: Quantizer | None = None
 
 
 def travels(quantizer: Quantizer) -> bool:

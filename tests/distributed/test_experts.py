@@ -184,6 +184,17 @@ def whole(runs: list[Run], what: str) -> dict:
     return {name: ((), (), value) for name, value in assemble([getattr(run, what) for run in runs]).items()}
 
 
+def test_one_expert_in_high_precision(pool):
+    """Of four, on the second rank: all ranks send alike, and know the name that the pattern matches."""
+    model = FP8 | {"num_experts": 4, "keep_modules_in_bf16": ("layers.0.mlp.experts.3.*",), "moe_fp8_dispatch": True}
+    expected = run_layout(pool, model | {"moe_fp8_dispatch": False}, Layout(), 2)
+    actual = run_layout(pool, model, Layout(dp=2, ep=2), 2)
+    assert actual.losses == pytest.approx(expected.losses, rel=2e-3)
+    for expert in (2, 3):
+        name = f"layers.0.mlp.experts.{expert}.fc1.weight"
+        assert distance(actual.grads[name], expected.grads[name]) < 0.2, name
+
+
 @pytest.mark.parametrize("recipe", some_slow(["delayed"], ["tensorwise"]))
 def test_one_scale_a_tensor(pool, recipe):
     """Each expert's own, over the ranks that hold it; near one process, as scales see other rows together."""

@@ -105,4 +105,4 @@ def test_without_it_the_mend_is_named():
     ep = Axis(2, 0, None)
     parallel = replace(ParallelContext(), ep=ep, ep_etp=ep)
     with pytest.raises(ValueError, match="deep_ep is not installed; install DeepEP, or use alltoall"):
-        dispatcher_of(BuildContext(MOE, parallel=parallel, dispatch=DispatchPlan(library=True)))
+        dispatcher_of("layers.0.mlp.experts", BuildContext(MOE, parallel=parallel, dispatch=DispatchPlan(library=True)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megafp8.core.build import BuildContext, DispatchPlan
+from megafp8.core.build import BuildContext
 from megafp8.core.moe import exchange
 from megafp8.core.moe.everywhere import Everywhere
 from megafp8.core.moe.exchange import Exchange
@@ -22,6 +22,7 @@ from megafp8.core.moe.permutation import Permutation, combine, permute_weights, 
 from megafp8.core.moe.router import Routing
 from megafp8.core.moe.wire import Wire
 from megafp8.core.tensor_parallel.mappings import sum_over
+from megafp8.fp8.grouped_linear import runs_grouped
 from megafp8.fp8.grouped_rows import RowSpec, take_rows, travels
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.tensor import QuantizedTensor
@@ -97,7 +98,7 @@ class AllToAll:
     num_experts: int
     axis: Axis
     copies: int
-    plan: DispatchPlan
+    wire: Wire
 
     def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> _Moving:
         """A choice's `copies` rows follow each other; each rank's experts count from 0."""
@@ -109,7 +110,7 @@ class AllToAll:
             places = places.where(experts < self.num_experts, self.axis.size * here)
         options = {"drops": routing.drops, "capacity": routing.capacity}
         outgoing = Permutation.of(places.flatten(1), self.axis.size * here, **options)
-        move = Exchange.of(self.axis, _wire(self.plan, spec), outgoing, x, spec.alignment or 1)
+        move = Exchange.of(self.axis, self.wire, outgoing, x, spec.alignment or 1)
         return _Moving(move, exchange.send(x, weights.repeat_interleave(self.copies, 1), move), spec)
 
     def receive(self, sent: _Moving) -> ExpertRows:
@@ -127,11 +128,11 @@ class AllGather:
     first: int
     count: int
     axis: Axis
-    plan: DispatchPlan
+    wire: Wire
 
     def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> Everywhere:
         capacity = None if routing.capacity is None else routing.capacity * self.axis.size
-        return Everywhere(self.axis, _wire(self.plan, spec).tokens, x, weights, routing.experts, capacity, spec)
+        return Everywhere(self.axis, self.wire.tokens, x, weights, routing.experts, capacity, spec)
 
     def receive(self, sent: Everywhere) -> ExpertRows:
         rows, weights, counts = sent.receive(self.first, self.count)
@@ -148,13 +149,13 @@ class ByLibrary:
     num_experts: int
     count: int
     library: Library
-    plan: DispatchPlan
+    wire: Wire
 
     def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> tuple[Trip, Tensor, Tensor]:
         experts = routing.experts
         if routing.drops:
             experts = experts.where(experts < self.num_experts, -1)
-        trip = Trip(self.library, _wire(self.plan, spec).tokens, experts, self.num_experts, self.count, spec)
+        trip = Trip(self.library, self.wire.tokens, experts, self.num_experts, self.count, spec)
         return trip, *there(x, weights, trip)
 
     def receive(self, sent: tuple[Trip, Tensor, Tensor]) -> ExpertRows:
@@ -165,24 +166,34 @@ class ByLibrary:
         return back(combine(y, sent[0].order), sent[0])
 
 
-def _wire(plan: DispatchPlan, spec: RowSpec) -> Wire:
-    """In FP8 what is wanted so, where the experts run in FP8."""
+def _wire(name: str, build: BuildContext) -> Wire:
+    """In FP8 what is wanted so, where all experts of the layer run in one recipe, on whatever ranks.
 
-    def able(wanted: bool, quantizer: Quantizer | None) -> Quantizer | None:
-        return quantizer if wanted and quantizer is not None and travels(quantizer) else None
+    The form must be the same on all ranks, so it doesn't change where an expert falls back to BF16 later: that one gets
+    the values of the bytes.
+    """
 
-    return Wire(able(plan.fp8_tokens, spec.quantizer), able(plan.fp8_gradients, spec.gradients))
+    def quantizer(linear: str, role: str) -> Quantizer | None:
+        recipes = {build.recipe_of(f"{name}.{number}.{linear}") for number in range(build.model.num_experts)}
+        recipe = recipes.pop()
+        if recipes or recipe is None or not runs_grouped(recipe):
+            return None
+        return recipe.quantizer(role) if travels(recipe.quantizer(role)) else None
+
+    tokens, gradients = quantizer("fc1", "input"), quantizer("fc2", "grad_output")
+    plan = build.dispatch
+    return Wire(tokens if plan.fp8_tokens else None, gradients if plan.fp8_gradients else None)
 
 
-def dispatcher_of(build: BuildContext) -> Dispatcher:
-    """The dispatcher of a layer with experts."""
-    count, parallel = build.model.num_experts, build.parallel
+def dispatcher_of(name: str, build: BuildContext) -> Dispatcher:
+    """The dispatcher of a layer with experts. name: of the experts, e.g. "layers.3.mlp.experts"."""
+    count, parallel, wire = build.model.num_experts, build.parallel, _wire(name, build)
     if not build.exchanges_tokens:
         return Here(count)
     if build.dispatch.library and parallel.ep.size > 1:
         library = library_of(parallel.ep, build.model.hidden_size)
-        return ByLibrary(count, count // parallel.ep.size, library, build.dispatch)
+        return ByLibrary(count, count // parallel.ep.size, library, wire)
     if build.dispatch.gathers:
         first, last = parallel.ep.split(count)
-        return AllGather(first, last - first, parallel.ep_etp, build.dispatch)
-    return AllToAll(count, parallel.ep_etp, parallel.etp.size, build.dispatch)
+        return AllGather(first, last - first, parallel.ep_etp, wire)
+    return AllToAll(count, parallel.ep_etp, parallel.etp.size, wire)

@@ -69,12 +69,11 @@ class Experts(nn.ModuleList):
         if not self.groups:
             return RowSpec()
         fc1, fc2 = (grouped.linears for grouped in self._grouped)
-        first, last = fc1[0].input_spec(training and torch.is_grad_enabled()), fc2[0].recipe
+        first = fc1[0].input_spec(training and torch.is_grad_enabled())
         return RowSpec(
             first.quantizer,
             first.quantizer is not None and first.colwise,
             math.lcm(rows_alignment(fc1), rows_alignment(fc2)),
-            None if last is None else last.quantizer("grad_output"),
         )
 
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:

@@ -30,7 +30,7 @@ class MoELayer(nn.Module):
         self.gathered, self.tp = (Axis(), Axis()) if exchanges else (tokens, build.tp)
         self.router = Router(f"{name}.router", build, tokens=tokens if exchanges else None)
         self.experts = Experts(f"{name}.experts", build, recomputed=recomputed)
-        self.dispatcher = dispatcher_of(build)
+        self.dispatcher = dispatcher_of(f"{name}.experts", build)
         shared = build.model.moe_shared_expert_intermediate_size
         self.recompute_shared = "shared_experts" in build.recompute.modules and not recomputed
         inside = recomputed or self.recompute_shared
