@@ -108,7 +108,7 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
                 largest = larger(largest, magnitude(y))
             if row_ptr is not None:
                 emit(y, t0, k0, (row_ptr, row_scale_ptr, None, row_scale_ld), (None, None, None, 0),
-                     (scale_ptr, amax_ptr, None), epsilon, T, H, SPEC, EVEN and k0 + BLOCK_K <= H)
+                     (scale_ptr, amax_ptr), epsilon, T, H, SPEC, EVEN and k0 + BLOCK_K <= H)
     if record_ptr is not None:
         record_amax(record_ptr, largest)
 
@@ -121,8 +121,8 @@ def load_part(x_ptr, t0, h0, T, stride_t, H: gl.constexpr, EVEN: gl.constexpr, L
 
 
 @jit
-def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, t0, h0, T, stride_t, epsilon,
-              H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
+def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, record_ptr, t0, h0, T, stride_t,
+              epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """One register tile, PART rows at a time (0: all of them).
 
@@ -147,6 +147,8 @@ def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, t0, h0
         rstd = gl.load(rstd_ptr + rows + i, mask=rows + i < T, other=0.0, cache_modifier=".cg")
         rstds = rstds + (rstd,)  # noqa: RUF005 (the compiler knows no unpacking here)
     weight = load_or_zero(weight_ptr + cols, cols < H, EVEN)
+    if record_ptr is not None:
+        largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     for i in gl.static_range(0, BLOCK_M, STEP):
         x = coming
         if i + STEP < BLOCK_M:  # on their way while these rows are worked on
@@ -156,6 +158,8 @@ def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, t0, h0
             gl.store(y_ptr + tile_offsets(rows + i, cols, H, 1), to_compute_dtype(y, dtype),
                      mask=tile_mask(rows + i, cols, T, H))
         y = round_through(y, dtype)
+        if record_ptr is not None:
+            largest = larger(largest, magnitude(y))
         if PART == 0:
             emit(y, t0, h0, row, col, tensor, epsilon, T, H, SPEC, EVEN)
         else:
@@ -163,6 +167,8 @@ def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, t0, h0
             ys.slice(i, PART).store(y)
     if PART != 0:
         emit_rest(ys, t0, h0, col, tensor, epsilon, T, H, SPEC, EVEN)
+    if record_ptr is not None:
+        record_amax(record_ptr, largest)
 
 
 @jit
@@ -173,7 +179,7 @@ def norm_tiles_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr
                       W: gl.constexpr):
     t0, h0 = tile_origin(gl.num_programs(0) - 1 - gl.program_id(0), H, BLOCK_M, BLOCK_K)
     norm_tile(x_ptr, weight_ptr, rstd_ptr, (None, 0), y_ptr, (row_ptr, row_scale_ptr, None, row_scale_ld),
-              (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr, record_ptr), t0, h0, T, stride_t,
+              (col_ptr, col_scale_ptr, None, col_scale_ld), (scale_ptr, amax_ptr), record_ptr, t0, h0, T, stride_t,
               epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART, BLOCK_M, BLOCK_K, R, C, W)
 
 
@@ -215,7 +221,7 @@ def norm_both_kernel(x_ptr, weight_ptr, rstd_ptr, done_ptr, y_ptr, row_ptr, row_
             needed = gl.cdiv(gl.minimum(T - t0, BLOCK_M), ROWS)
             norm_tile(x_ptr, weight_ptr, rstd_ptr, (done_ptr + t0 // BLOCK_M, needed), y_ptr,
                       (row_ptr, row_scale_ptr, None, row_scale_ld), (col_ptr, col_scale_ptr, None, col_scale_ld),
-                      (scale_ptr, None, record_ptr), t0, h0, T, stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART,
+                      (scale_ptr, None), record_ptr, t0, h0, T, stride_t, epsilon, H, WEIGHT_OFFSET, SPEC, EVEN, PART,
                       BLOCK_M, BLOCK_K, R, C, W)
 
 

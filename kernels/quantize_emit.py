@@ -212,10 +212,8 @@ def tensor_scale(given_ptr, amax_ptr, epsilon, SPEC: gl.constexpr):
 
 @jit
 def emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
-    """One scale for all; tensor: (given scale or None, amax or None, where to record this tile's amax or None)."""
+    """One scale for all; tensor: (given scale or None, amax or None)."""
     L: gl.constexpr = layout_of(x)
-    if tensor[2] is not None:
-        record_amax(tensor[2], x)
     if row[0] is not None or col[0] is not None:
         scale, stored = tensor_scale(tensor[0], tensor[1], epsilon, SPEC)
         y = to_f32(x) * scale

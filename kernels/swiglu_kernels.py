@@ -6,8 +6,10 @@ from triton.experimental.gluon import language as gl
 from .quantize_device import (
     decode_scale,
     dequantize_tile,
+    larger,
     load_or_zero,
     load_row_scales,
+    magnitude,
     round_through,
     rounded,
     tile_indices,
@@ -19,7 +21,7 @@ from .quantize_device import (
     to_f32,
     waiting_layout,
 )
-from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise
+from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise, record_amax
 
 
 @jit
@@ -154,11 +156,13 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
-    tensor = (scale_ptr, amax_ptr, record_ptr)
+    tensor = (scale_ptr, amax_ptr)
     STEP: gl.constexpr = BLOCK_M if ROWS == 0 else ROWS
     if ROWS != 0:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
     L: gl.constexpr = tile_layout(STEP, BLOCK_K, R, C, W)
+    if record_ptr is not None:
+        largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
     for i in gl.static_range(0, BLOCK_M, STEP):
         halves = coming
@@ -166,6 +170,8 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
             coming = load_halves(source, t0 + i + STEP, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
         y = swiglu_part(halves, weights_ptr, y_ptr, keep, keep_epsilon, t0 + i, f0, T, F, X_FORM, KEEP_SPEC, EVEN,
                         STEP, BLOCK_K, L)
+        if record_ptr is not None:
+            largest = larger(largest, magnitude(y))
         if ROWS == 0:
             emit(y, t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
         else:
@@ -173,6 +179,8 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
             ys.slice(i, ROWS).store(y)
     if ROWS != 0 and col_ptr is not None:
         emit_rest(ys, t0, f0, col, tensor, epsilon, T, F, SPEC, EVEN)
+    if record_ptr is not None:
+        record_amax(record_ptr, largest)
 
 
 @jit
@@ -194,7 +202,7 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
-    tensor = (scale_ptr, amax_ptr, record_ptr)
+    tensor = (scale_ptr, amax_ptr)
     source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
     X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     if col_ptr is not None:
@@ -204,6 +212,8 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
     coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
+    if record_ptr is not None:
+        largest = gl.zeros((ROWS, BLOCK_K), rounded(dtype), layout=L)
     for i in gl.static_range(0, BLOCK_M, ROWS):
         halves = coming
         dy = to_f32(coming_dy)
@@ -227,6 +237,8 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
             gl.store(dx_ptr + tile_offsets(rows, cols + F, 2 * F, 1), to_compute_dtype(d_up, dtype), mask=mask)
         d_gate = round_through(d_gate, dtype)
         d_up = round_through(d_up, dtype)
+        if record_ptr is not None:
+            largest = larger(largest, larger(magnitude(d_gate), magnitude(d_up)))
         emit_part(d_gate, t0 + i, f0, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
         emit_part(d_up, t0 + i, f0 + F, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
         if col_ptr is not None:
@@ -234,8 +246,10 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
             d_ups.slice(i, ROWS).store(d_up)
         if y_col_ptr is not None:
             ys.slice(i, ROWS).store(round_through(y, dtype))
+    if record_ptr is not None:
+        record_amax(record_ptr, largest)
     if y_col_ptr is not None:
-        emit_rest(ys, t0, f0, (y_col_ptr, y_col_scale_ptr, None, y_scale_ld), (y_scale_ptr, y_amax_ptr, None),
+        emit_rest(ys, t0, f0, (y_col_ptr, y_col_scale_ptr, None, y_scale_ld), (y_scale_ptr, y_amax_ptr),
                   y_epsilon, T, F, Y_SPEC, EVEN)
     if col_ptr is not None:
         emit_rest(d_gates, t0, f0, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)

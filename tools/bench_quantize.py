@@ -185,14 +185,14 @@ def _producers(M: int, K: int) -> Iterator[Case]:
     keeping = swiglu(BLOCKWISE, False, x_spec=BLOCKWISE)
     yield Case("SwiGLU row, fc1's output as bytes", "swiglu", 4, 3, keeping, "swiglu rows")
     full, tensor = {"y_spec": BLOCKWISE}, {"y_spec": TENSORWISE, "y_scale": scale}
-    yield Case("SwiGLU gradient, y column", "swiglu", 6, 5, gradient(gated, BLOCKWISE, **full), "swiglu gradient")
+    yield Case("SwiGLU gradient, y column", "swiglu", 6, 5, gradient(gated, BLOCKWISE, **full), "swiglu gradient, y")
     yield Case("SwiGLU gradient", "swiglu", 6, 4, gradient(gated, BLOCKWISE), "swiglu gradient")
     weighted = gradient(gated, BLOCKWISE, weights=topk, **full)
-    yield Case("SwiGLU gradient, y column, row weights", "swiglu", 6, 5, weighted, "swiglu gradient")
+    yield Case("SwiGLU gradient, y column, row weights", "swiglu", 6, 5, weighted, "swiglu gradient, y")
     of_bytes = gradient(kept, BLOCKWISE, **full)
-    yield Case("SwiGLU gradient, y column, fc1's output in FP8", "swiglu", 4, 5, of_bytes, "swiglu gradient")
+    yield Case("SwiGLU gradient, y column, fc1's output in FP8", "swiglu", 4, 5, of_bytes, "swiglu gradient, y")
     given = gradient(gated, GRADIENT, scale=scale, amax_out=history, **tensor)
-    yield Case("SwiGLU gradient tensorwise, y column, delayed scaling", "swiglu", 6, 5, given, "swiglu gradient")
+    yield Case("SwiGLU gradient tensorwise, y column, delayed scaling", "swiglu", 6, 5, given, "swiglu gradient, y")
 
 
 def torch_blockwise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,9 +56,13 @@ LAUNCHES = {
     "swiglu rows": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE),
     "swiglu columns": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, rowwise=False, colwise=True),
     "swiglu both": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, colwise=True),
-    "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE),
+    "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE),
+    "swiglu gradient, y": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE),
     "swiglu gradient kept": lambda: swiglu_quantize.swiglu_grad_quantize(
         X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE, high_precision=True
+    ),
+    "swiglu gradient of bytes": lambda: swiglu_quantize.swiglu_grad_quantize(
+        X[:, :512], BYTES, BLOCKWISE, y_spec=BLOCKWISE, weights=torch.ones(256)
     ),
 }
 
