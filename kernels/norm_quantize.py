@@ -121,8 +121,8 @@ def load_part(x_ptr, t0, h0, T, stride_t, H: gl.constexpr, EVEN: gl.constexpr, L
 
 
 @jit
-def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, record_ptr, t0, h0, T, stride_t,
-              epsilon, H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
+def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, record_ptr, t0, h0, T, stride_t, epsilon,
+              H: gl.constexpr, WEIGHT_OFFSET: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, PART: gl.constexpr,
               BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """One register tile, PART rows at a time (0: all of them).
 
