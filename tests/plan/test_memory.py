@@ -208,7 +208,8 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "optimizer.md"
 
 
 def rows_of_the_table() -> dict[str, list[str]]:
-    rows = [line.strip("| \n").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    _, _, text = TABLE.read_text().partition("## Bytes a parameter")
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {row[0]: row[1:] for row in rows if row[0] != "weights"}
 
 
