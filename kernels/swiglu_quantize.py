@@ -174,7 +174,7 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
                  col: Stored | None, y_spec: Spec | None, y_col: Stored | None, spec: Spec | None,
                  scaling: TensorScaling, y_scaling: TensorScaling = UNSCALED) -> Tensor | None:
     T, F = gated.tokens, gated.features
-    config = chosen("swiglu gradient, y" if y_col else "swiglu gradient")
+    config = chosen("swiglu gradient, y" if y_col and dx is None else "swiglu gradient")
     partials = None
     if weights is not None and not (dx is row is col is y_col is None):
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
