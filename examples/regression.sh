@@ -4,6 +4,7 @@
 #   bash examples/regression.sh prepare                corpus, tokenizer, tokens (once)
 #   bash examples/regression.sh train bf16 blockwise   some runs, one after the other; finished ones are left alone
 #   bash examples/regression.sh report                 table, verdict (exit code) and page of all runs that are there
+#   bash examples/regression.sh flags blockwise        what makes a run what it is
 #
 # Runs may be made in several sessions and on several machines: copy their directories together (without checkpoints)
 # before the report. They must have read the same corpus, whose digest is in RUNS/corpus.log.
@@ -109,6 +110,6 @@ report() {
 command=${1:-help}
 shift || true
 case $command in
-prepare | train | report) "$command" "$@" ;;
-*) sed -n '2,15s/^# \?//p' "$0" ;;
+prepare | train | report | flags) "$command" "$@" ;;
+*) sed -n '2,16s/^# \?//p' "$0" ;;
 esac
