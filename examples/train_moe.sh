@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:-runs/moe}
-iterations=${ITERATIONS:-250}
+iterations=${ITERATIONS:-150}
 text=examples/data/tinyshakespeare.txt
 mkdir -p "$run"
 
