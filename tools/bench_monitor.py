@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the monitor costs on this GPU: iterations that it looks at against the others, of one layer of Llama-3-8B's size.
+"""What the monitor costs on this GPU: iterations it looks at against the others, of one layer as in Llama-3-8B.
 
     tools/bench_monitor.py --output runs/bench_monitor
 
