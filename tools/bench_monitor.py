@@ -29,11 +29,12 @@ RECIPES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    import pretrain_gpt
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory of the runs' logs")
     args = parser.parse_args(argv)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import pretrain_gpt
+
     for name, recipe in RECIPES.items():
         directory = args.output / name
         (directory / "metrics.jsonl").unlink(missing_ok=True)
