@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from megafp8.kernels import permute
+from megafp8.kernels import permute, quantize_derive
 
 from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack
 from tests.kernels import testing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
@@ -35,6 +37,24 @@ def test_bytes_are_copied(width):
     with testing.emulated_launches():
         rows = permute.spread(x, index)
     assert torch.equal(rows, x[index].masked_fill((index < 0)[:, None], 0))
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("width", [96, 384])
+def test_packed_rows_are_read_where_they_lie(name, width):
+    """What an FP8 dispatch received: rows apart from each other, their scales between."""
+    quantizer = get_recipe(name).quantizer("input")
+    index = torch.randint(-10, 40, (64,), generator=torch.Generator().manual_seed(0))
+    rows = unpack(quantizer, pack(quantizer.quantize(torch.randn(40, width).bfloat16()).rowwise), width)
+    assert not rows.data.is_contiguous()
+    stored, spec = (rows.data, rows.scale_inv), quantizer.spec
+    with testing.emulated_launches():
+        made = quantize_derive.quantize_grouped(stored, None, spec, True, True, index=index, derived=True)
+        copied = permute.spread(rows.data.view(torch.uint8), torch.arange(40))
+    expected = take_rows(rows, index, RowSpec(quantizer, True, 128), torch.bfloat16)
+    for (data, _), storage in zip(made, (expected.rowwise, expected.colwise), strict=True):
+        assert torch.equal(data.view(torch.uint8), storage.data.view(torch.uint8))
+    assert torch.equal(copied, rows.data.view(torch.uint8))
 
 
 def test_compiled_for_hopper():
