@@ -68,7 +68,10 @@ def test_dense_gemms_by_role(recipe, shape):
     assert gemm.wgrad(dy.colwise, x.colwise, out, "triton") is out
     written = gemm.wgrad(dy.colwise, x.colwise, backend="triton")
     assert error(written, expected) < 2e-4
-    assert torch.equal(out, 0.5 + written)
+    if recipe.quantizer("input").spec.tile.kind == "tensor":  # may take tiles of another size where it adds
+        assert error(out, (0.5 + written).double()) < 2e-4
+    else:
+        assert torch.equal(out, 0.5 + written)
     assert (flat[:4] == 0.5).all()
     assert (flat[-4:] == 0.5).all()
 

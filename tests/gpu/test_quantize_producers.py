@@ -114,7 +114,8 @@ def test_swiglu_gradient_with_row_weights(shape, name):
     again = swiglu_quantize.swiglu_grad_quantize(*args, **options)
     assert again.dx is None
     assert_same(again.colwise, want[1], "bytes alone")
-    assert torch.equal(again.dweights, result.dweights)
+    # The two calls may take different configurations, which add a row's products in another order.
+    torch.testing.assert_close(again.dweights, result.dweights, rtol=1e-5, atol=1e-5)
     if spec.tile.kind == "tensor":
         amax = swiglu_quantize.swiglu_grad_amax(args[0], args[1], weights=options["weights"])
         assert amax.item() == amax_of(result.dx)
