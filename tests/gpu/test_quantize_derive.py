@@ -141,7 +141,7 @@ def test_dispatch_of_values_and_of_bytes_agree(counts, spec):
     want_col = reference.quantize_grouped(dequantized, counts, spec)[1]
     stored = tuple(t.to(DEVICE) for t in expected(x, spec, colwise=False)[0])
     # Rows of zeros beside rows that come as bytes get the scale 1 of zeros without a floor under the amaxes.
-    sources = (x.to(DEVICE), stored) if spec.epsilon == 0 else (x.to(DEVICE),)
+    sources = (x.to(DEVICE), stored) if spec.amax_epsilon == 0 else (x.to(DEVICE),)
     for source in sources:
         row, col = kernels.quantize_grouped(source, offsets, spec, index=index.to(DEVICE), derived=True)
         assert_same(row, want_row, "rowwise")
