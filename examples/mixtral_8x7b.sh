@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=mixtral-8x7b
+#SBATCH --nodes=8
+#SBATCH --gpus-per-node=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
+#
+# Mixtral-8x7B at 4096 tokens, on 64 GPUs of 80 GB or any multiple of 32.
+#
+#   sbatch examples/mixtral_8x7b.sh [FLAG...]         Slurm, 8 nodes of 8 GPUs; --nodes N makes it another number
+#   bash examples/mixtral_8x7b.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say
+#   DRY_RUN=1 bash examples/mixtral_8x7b.sh           what it would run, without a GPU; docs/launching.md has the variables
+set -euo pipefail
+lib=$(dirname "${BASH_SOURCE[0]}")/lib
+[ -d "$lib" ] || lib=$SLURM_SUBMIT_DIR/examples/lib # sbatch runs a copy of this file
+# shellcheck source=lib/launch.sh
+. "$lib/launch.sh"
+job mixtral_8x7b 8 8
+data 32000
+
+MODEL=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --seq-length 4096 --max-position-embeddings 32768
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
+)
+LAYOUT=( # an expert of each layer on a GPU: a node has all eight; single layers interleave over 4 stages
+    --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm
+    --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+TRAINING=(
+    --micro-batch-size 1 --global-batch-size 256 --train-iters 100000 --seed 1234
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 2000
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 1000 --eval-iters 20 --log-interval 10 --log-throughput --save-interval 500 --async-save
+    --distributed-timeout-minutes 30
+)
+if [ "${PRECISION:-fp8}" = fp8 ]; then
+    PRECISION_FLAGS+=(--moe-fp8-dispatch) # the same bits, half the traffic
+fi
+
+launch "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${PRECISION_FLAGS[@]}" "${RUN[@]}" "$@"
