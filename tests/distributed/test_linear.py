@@ -214,7 +214,8 @@ def test_overlap_changes_no_number(pool, kind, sp, recipe):
         plain, chunked = (pool.run_on(2, parallel_linear, kind, sp, recipe, rows, chunks) for chunks in (1, 4))
         for (a, *_), (b, *_) in zip(plain, chunked, strict=True):
             for x, y in zip(a, b, strict=True):
-                assert distance(x, y) <= 1e-6  # a CPU GEMM's own order of sums may depend on the number of rows
+                # A CPU GEMM's own order of sums may depend on the number of rows: a BF16 rounding may flip.
+                assert distance(x, y) <= (1e-4 if x.dtype == torch.bfloat16 else 1e-6)
 
 
 def test_overlap_posts_before_it_waits(pool):

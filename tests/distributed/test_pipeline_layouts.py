@@ -243,27 +243,27 @@ def test_queue_keeps_to_its_limit(pool):
 def watched(values, layout):
     """(dtype and shape of every message sent, how often weights were quantized, number of FP8 weights)."""
     sent, derived = [], []
-    send, derive = Links.send, Weight._derive
+    send, quantize = Links.send, Weight._quantize
 
     def note_send(self, message, x, *more):
         sent.append((str(message), x.dtype, tuple(x.shape)))
         return send(self, message, x, *more)
 
-    def note_derive(self, *args):
+    def note_quantize(self, *args, **options):
         derived.append(id(self))
-        return derive(self, *args)
+        return quantize(self, *args, **options)
 
-    with mock.patch.object(Links, "send", note_send), mock.patch.object(Weight, "_derive", note_derive):
+    with mock.patch.object(Links, "send", note_send), mock.patch.object(Weight, "_quantize", note_quantize):
         train(values, layout, 1)
     return sent, len(derived), len(set(derived))
 
 
 def test_messages_are_bf16_and_weights_are_quantized_once_a_step(pool):
-    """CASES 05: all microbatches of a step use the same FP8 copies, one a GEMM; nothing travels in FP32."""
+    """CASES 05: all microbatches of a step use the same FP8 copies, both made in one pass; nothing travels in FP32."""
     first, second = pool.run_on(2, watched, RECIPES["blockwise"], Layout(pp=2, schedule="zero-bubble"))
     for (sent, derived, weights), what, stage in ((first, "hidden states", 0), (second, "gradient", 0)):
         shape = 2 * 16, 32
         expected = [(f"{what} of microbatch {m} after stage {stage}", torch.bfloat16, shape) for m in range(4)]
         assert sent == expected
         assert weights == 2 * 4
-        assert derived == 2 * weights
+        assert derived == weights
