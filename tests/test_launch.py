@@ -136,7 +136,7 @@ def test_dry_run(name, desk):
     text = dry_run(name, desk)
     nodes, gpus, parameters = JOBS[name]
     assert f"{nodes} node(s) of {gpus} processes" in text
-    assert re.search(r"^ +log-interval +77$", text, re.MULTILINE)
+    assert re.search(r"\blog-interval +77\b", text)
     assert parameters is None or f"{parameters:,}  (" in text
 
 
