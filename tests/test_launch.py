@@ -182,12 +182,12 @@ def test_slurm_requeues_what_a_signal_stopped(desk):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x1", "SLURM_JOB_NUM_NODES": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
     script = ["bash", str(EXAMPLES / "llama3_8b.sh")]
     process = subprocess.Popen(script, cwd=desk, env=environment(desk, **slurm), stdout=subprocess.PIPE, text=True)
-    for _ in range(200):
+    for _ in range(1200):
         if (desk / "up").exists():
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert "requeued as job 7" in process.communicate(timeout=30)[0]
+    assert "requeued as job 7" in process.communicate(timeout=60)[0]
     assert process.returncode == 138
     assert recorded(desk, "scontrol.x")[0] == ["requeue", "7"]
 
