@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
 DEFAULT = Launch()
 FP8_MOMENTS = Launch(8, 4)
-TILES, TALL_TILES = Launch(16, 8), Launch(32, 16)
+TILES, TALL_TILES = Launch(16, 8), Launch(16, 16)
 
 
 @dataclass(frozen=True)
