@@ -16,10 +16,10 @@ from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from .adamw_device import chunk_layout, round_to, step_chunks
+from .adamw_device import chunk_layout, step_chunks
 from .adamw_tiles import adamw_tiles_kernel
 from .quantize import Spec
-from .quantize_device import cast_fp8, nonfinite_to_nan, scale_from_amax
+from .quantize_device import cast_fp8, nonfinite_to_nan, scale_from_amax, to_compute_dtype
 
 CHUNK = gl.constexpr(64)
 
@@ -281,7 +281,7 @@ def tile_of(index, columns, B: gl.constexpr):
 @jit
 def amax_of_chunks(out_ptr, p, index, live, columns, B: gl.constexpr, ROUND: gl.constexpr, R: gl.constexpr):
     """Raises the tiles' amaxes: an integer maximum, whose order doesn't matter."""
-    size = gl.abs(nonfinite_to_nan(round_to(p, ROUND).to(gl.float32)))
+    size = gl.abs(nonfinite_to_nan(to_compute_dtype(p, ROUND).to(gl.float32)))
     size = gl.where(gl.expand_dims(live, 1), size, 0.0)
     out = out_ptr.to(gl.pointer_type(gl.int32))
     if B == 0:
@@ -325,6 +325,6 @@ def cast_kernel(master_ptr, bytes_ptr, multiplier_ptr, pieces_ptr, tasks_ptr, FM
             scale = gl.expand_dims(gl.load(multiplier + tile, mask=live, other=0.0), 1)
         else:
             scale = gl.load(multiplier + gl.expand_dims(tile, 1) + columns // B, mask=mask, other=0.0)
-    x = nonfinite_to_nan(round_to(p, ROUND).to(gl.float32)) * scale
+    x = nonfinite_to_nan(to_compute_dtype(p, ROUND).to(gl.float32)) * scale
     start = gl.expand_dims(gl.load(piece + START) + chunk, 1).to(gl.int64) * CHUNK + columns
     gl.store(bytes_ptr + start, cast_fp8(x, FMAX), mask=mask)

@@ -10,7 +10,7 @@ State may be stored as FP32, as BF16, or as FP8 with a scale a chunk (`megafp8/o
 from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as gl
 
-from .quantize_device import cast_fp8
+from .quantize_device import cast_fp8, to_compute_dtype
 
 CHUNK = gl.constexpr(64)
 TABLE_ROWS = gl.constexpr(128)  # magnitudes of E4M3 an expansion has in the table
@@ -133,17 +133,6 @@ def load_master(master_ptr, weight_ptr, offsets, weight_offsets, live, REMAINDER
 
 
 @jit
-def round_to(p, dtype: gl.constexpr):
-    """To nearest even. (Packed conversions to BF16 are fast, single ones very slow.)"""
-    if dtype == gl.bfloat16:
-        w = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], dtype=gl.bfloat16, is_pure=True,
-                                      pack=2)
-    else:
-        w = p.to(dtype)
-    return w
-
-
-@jit
 def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAINDER: gl.constexpr):
     """The masters, and the weights rounded from them (half up with REMAINDER, else half to even), if there are any."""
     mask = gl.expand_dims(live, 1)
@@ -155,7 +144,7 @@ def store_master(master_ptr, weight_ptr, p, offsets, weight_offsets, live, REMAI
     else:
         gl.store(master_ptr + offsets, p, mask=mask)
         if weight_ptr is not None:
-            gl.store(weight_ptr + weight_offsets, round_to(p, weight_ptr.dtype.element_ty), mask=mask)
+            gl.store(weight_ptr + weight_offsets, to_compute_dtype(p, weight_ptr.dtype.element_ty), mask=mask)
 
 
 @jit

@@ -8,8 +8,8 @@ rounded to the compute dtype, in registers, and once it has the tiles' amaxes wr
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
-from .adamw_device import CHUNK, chunk_layout, round_to, step_chunks
-from .quantize_device import cast_fp8, layout_of, nonfinite_to_nan, scale_from_amax
+from .adamw_device import CHUNK, chunk_layout, step_chunks
+from .quantize_device import cast_fp8, layout_of, nonfinite_to_nan, scale_from_amax, to_compute_dtype
 
 FIELDS, LOCAL, START, CHUNKS, INDEX, GROUP, KEY, AMAX, COLUMNS, ROWS, COLUMN_AMAX = (
     gl.constexpr(i) for i in (10, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
@@ -135,7 +135,7 @@ def adamw_tiles_kernel(master_ptr, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_
         p = step_chunks(master_ptr, None, m_ptr, m_amax_ptr, m_code_ptr, v_ptr, v_amax_ptr, v_code_ptr, table_ptr,
                         grad_ptr, local + chunk, start + chunk, index + chunk, live, skip, key, step, grad_scale,
                         step_size, decay, correction2, rest1, rest2, eps, False, L)
-        w = round_to(gl.where(gl.expand_dims(live, 1), p, 0.0), ROUND)
+        w = to_compute_dtype(gl.where(gl.expand_dims(live, 1), p, 0.0), ROUND)
         largest = gl.maximum(largest, gl.abs(nonfinite_to_nan(w.to(gl.float32))))
         kept = kept + (w,)
     in_chunk = gl.expand_dims(gl.arange(0, CHUNK, layout=gl.SliceLayout(0, L)), 0)

@@ -315,11 +315,6 @@ def load_or_zero(ptrs, mask, EVEN: gl.constexpr):
 
 
 @jit
-def load_f32(ptrs, mask, EVEN: gl.constexpr):
-    return to_f32(load_or_zero(ptrs, mask, EVEN))
-
-
-@jit
 def load_tile(ptr, rows, cols, M, K, stride_m, stride_k, EVEN: gl.constexpr):
     """A tile with non-finite elements as NaN, BF16 as BF16, else as FP32; outside [M, K] it is zero."""
     x = load_or_zero(ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)

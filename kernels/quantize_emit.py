@@ -101,41 +101,32 @@ def emit_rowwise(x, m0, k0, row, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.con
 @jit
 def emit_colwise(x, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """B x 1 tiles along M: bytes [K, M]; scale (k, b) at `b * ld + k`, the tile's first b is `first_block`."""
-    B: gl.constexpr = SPEC[1]
     L: gl.constexpr = layout_of(x)
-    BLOCK_M: gl.constexpr = x.shape[0]
-    BLOCK_K: gl.constexpr = x.shape[1]
     R: gl.constexpr = rows_a_thread(L)
-    G: gl.constexpr = BLOCK_M // B
     PACKED: gl.constexpr = 2 if x.dtype == gl.bfloat16 else 1
-    ptr, scale_ptr, amax_ptr, ld = col
     amax = max_of_rows(magnitude(x), R)
-    amax = gl.convert_layout(amax, columns_layout(BLOCK_M // R, BLOCK_K, PACKED, gl.num_warps()))
-    amax = gl.max(gl.reshape(to_f32(amax), (G, B // R, BLOCK_K)), axis=1)
-    b = first_block + gl.arange(0, G, layout=gl.SliceLayout(1, layout_of(amax)))
-    k = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout_of(amax)))
-    mask = tile_mask(b, k, first_block + (M_end - m0 + B - 1) // B, K)
-    if amax_ptr is not None:
-        amax = gl.load(amax_ptr + tile_offsets(b, k, K, 1), mask=mask, other=0.0)
-    scale, stored = scale_from_amax(amax, epsilon, SPEC[0], SPEC[2])
-    store(scale_ptr + tile_offsets(b, k, ld, 1), stored, mask, EVEN)
-    x = gl.reshape(to_f32(x), (G, B, BLOCK_K))
-    scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
-    y = gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K))
-    store_transposed(ptr, y, m0, k0, M, M_end, K, SPEC[0], EVEN, L)
+    amax = gl.convert_layout(amax, columns_layout(x.shape[0] // R, x.shape[1], PACKED, gl.num_warps()))
+    y = scaled_columns(x, amax, m0, k0, col, first_block, epsilon, M_end, K, SPEC, EVEN)
+    store_transposed(col[0], y, m0, k0, M, M_end, K, SPEC[0], EVEN, L)
 
 
 @jit
 def emit_columns(memory, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """`emit_colwise` of a tile that waits in shared memory, non-finite elements already NaN."""
+    x = memory.load(column_layout(memory.shape[0], memory.shape[1], gl.num_warps(), False))
+    y = scaled_columns(x, max_of_rows(magnitude(x), 16), m0, k0, col, first_block, epsilon, M_end, K, SPEC, EVEN)
+    store_columns(col[0], y, m0, k0, M, M_end, K, SPEC[0], EVEN)
+
+
+@jit
+def scaled_columns(x, amax, m0, k0, col, first_block, epsilon, M_end, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """x times the scales of its B x 1 tiles, which are stored. amax: [BLOCK_M / n, BLOCK_K], each of n rows."""
     B: gl.constexpr = SPEC[1]
-    BLOCK_M: gl.constexpr = memory.shape[0]
-    BLOCK_K: gl.constexpr = memory.shape[1]
+    BLOCK_M: gl.constexpr = x.shape[0]
+    BLOCK_K: gl.constexpr = x.shape[1]
     G: gl.constexpr = BLOCK_M // B
-    ptr, scale_ptr, amax_ptr, ld = col
-    x = memory.load(column_layout(BLOCK_M, BLOCK_K, gl.num_warps(), False))
-    amax = to_f32(max_of_rows(magnitude(x), 16))
-    amax = gl.max(gl.reshape(amax, (G, B // 16, BLOCK_K)), axis=1)
+    _, scale_ptr, amax_ptr, ld = col
+    amax = gl.max(gl.reshape(to_f32(amax), (G, amax.shape[0] // G, BLOCK_K)), axis=1)
     b = first_block + gl.arange(0, G, layout=gl.SliceLayout(1, layout_of(amax)))
     k = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout_of(amax)))
     mask = tile_mask(b, k, first_block + (M_end - m0 + B - 1) // B, K)
@@ -145,7 +136,7 @@ def emit_columns(memory, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: g
     store(scale_ptr + tile_offsets(b, k, ld, 1), stored, mask, EVEN)
     x = gl.reshape(to_f32(x), (G, B, BLOCK_K))
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
-    store_columns(ptr, gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K)), m0, k0, M, M_end, K, SPEC[0], EVEN)
+    return gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K))
 
 
 @jit

@@ -16,8 +16,9 @@ _HEADS = 16
 
 
 @triton.jit
-def _move(source, target, mask, sign, cos_ptr, sin_ptr, TURNS: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of some heads [heads, d/2], turned by the token's angles."""
+def _move(here, there, mask, sign, cos_ptr, sin_ptr, TURNS: tl.constexpr, HALF: tl.constexpr, JOIN: tl.constexpr):
+    """Both halves of some heads [heads, d/2], turned by the token's angles; from there to here with JOIN."""
+    source, target = (there, here) if JOIN else (here, there)
     a = tl.load(source, mask=mask, other=0.0)
     b = tl.load(source + HALF, mask=mask, other=0.0)
     if TURNS:
@@ -49,28 +50,19 @@ def heads_kernel(qkv, q, k, v, cos_ptr, sin_ptr, groups, qkv_stride, q_stride, k
         here = packed + (head // N * (N + 2) + head % N)[:, None] * (2 * HALF)
         there = q + t * q_stride + head[:, None] * q_head + channel
         mask = (head < groups * N)[:, None]
-        if JOIN:
-            _move(there, here, mask, sign, cos_ptr, sin_ptr, True, HALF)
-        else:
-            _move(here, there, mask, sign, cos_ptr, sin_ptr, True, HALF)
+        _move(here, there, mask, sign, cos_ptr, sin_ptr, True, HALF, JOIN)
     elif block < q_blocks + blocks:
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
         here = packed + (head * (N + 2) + N)[:, None] * (2 * HALF)
         there = k + t * k_stride + head[:, None] * k_head + channel
         mask = (head < groups)[:, None]
-        if JOIN:
-            _move(there, here, mask, sign, cos_ptr, sin_ptr, True, HALF)
-        else:
-            _move(here, there, mask, sign, cos_ptr, sin_ptr, True, HALF)
+        _move(here, there, mask, sign, cos_ptr, sin_ptr, True, HALF, JOIN)
     else:
         head = (block - q_blocks - blocks) * HEADS + tl.arange(0, HEADS)
         here = packed + (head * (N + 2) + N + 1)[:, None] * (2 * HALF)
         there = v + t * v_stride + head[:, None] * v_head + channel
         mask = (head < groups)[:, None]
-        if JOIN:
-            _move(there, here, mask, sign, cos_ptr, sin_ptr, False, HALF)
-        else:
-            _move(here, there, mask, sign, cos_ptr, sin_ptr, False, HALF)
+        _move(here, there, mask, sign, cos_ptr, sin_ptr, False, HALF, JOIN)
 
 
 def _launch(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, join: bool) -> None:

@@ -25,7 +25,7 @@ from megafp8.fp8 import get_recipe
 from megafp8.fp8.param import Weight
 from megafp8.optimizer import AdamWOptions, Optimizer, Sharding
 from megafp8.optimizer.adamw import Rates, step_scalars
-from megafp8.optimizer.precision import FP32_STATE, MASTERS, MOMENTS, Precision
+from megafp8.optimizer.precision import FP32_STATE, Precision
 from megafp8.params import Init, ParamSpec, attach_spec
 
 LAYER = {
@@ -140,8 +140,8 @@ def copy_ms(nbytes: float) -> float:
 
 def update_bytes(precision: Precision, weight: int) -> float:
     """Bytes a parameter that an update can't avoid. weight: bytes of the new one."""
-    master = 2 * MASTERS[precision.master] + (2 if precision.master == "remainder" else 0)
-    return 4 + master + 2 * (MOMENTS[precision.exp_avg] + MOMENTS[precision.exp_avg_sq]) + weight
+    master = 2 * precision.master_bytes + (2 if precision.master == "remainder" else 0)
+    return 4 + master + 2 * precision.moment_bytes + weight
 
 
 def cases(layers: int) -> Iterator[tuple[str, float, Callable[[], Callable[[], object]]]]:

@@ -18,14 +18,19 @@ import sys
 from pathlib import Path
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_load_and_data(parser: argparse.ArgumentParser, valid_help: str) -> None:
+    """Which checkpoint, and the data that `open_sets` opens. valid_help: what --valid-data-path is for."""
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or one of them")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="data whose validation part of --split is read")
-    data.add_argument("--valid-data-path", nargs="+", metavar="PREFIX", help="data sets, each read whole")
+    data.add_argument("--valid-data-path", nargs="+", metavar="PREFIX", help=valid_help)
     parser.add_argument("--split", metavar="A,B,C", help="shares of training, validation, test (default: the run's)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_load_and_data(parser, "data sets, each read whole")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="names of --valid-data-path's sets")
     parser.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="samples at once (default: 8)")
     parser.add_argument("--max-samples", type=int, metavar="N", help="stop after so many samples of each set")

@@ -17,6 +17,8 @@ import json
 import sys
 from pathlib import Path
 
+from evaluate import add_load_and_data, open_sets
+
 OUTLIER, WORSE = 1000.0, 1.05
 MENDS = {  # flags that may help against an outlier channel -> recipe and its axes
     "--fp8-recipe blockwise": ("blockwise", {"fp8_format": "e4m3"}),
@@ -27,12 +29,7 @@ MENDS = {  # flags that may help against an outlier channel -> recipe and its ax
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or one of them")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
-    data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="data whose validation part of --split is read")
-    data.add_argument("--valid-data-path", nargs="+", metavar="PREFIX", help="a data set, read from its beginning")
-    parser.add_argument("--split", metavar="A,B,C", help="shares of training, validation, test (default: the run's)")
+    add_load_and_data(parser, "a data set, read from its beginning")
     parser.add_argument("--names", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="samples at once (default: 4)")
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="microbatches to measure on (default: 4)")
@@ -50,8 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_batches(trained, args) -> list:
     """The first microbatches of the validation data, on the device. ValueError when there are too few samples."""
-    from evaluate import open_sets
-
     from megafp8.data import build_loader
 
     sets, masks = open_sets(args, trained)

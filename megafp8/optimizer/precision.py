@@ -19,9 +19,14 @@ class Precision:
     exp_avg_sq: str = "fp32"
 
     @property
-    def bytes_per_parameter(self) -> float:
-        """Of master and moments, the weight not counted."""
-        return MASTERS[self.master] + MOMENTS[self.exp_avg] + MOMENTS[self.exp_avg_sq]
+    def master_bytes(self) -> float:
+        """A parameter; the weight is not counted, also where a remainder lies beside it."""
+        return MASTERS[self.master]
+
+    @property
+    def moment_bytes(self) -> float:
+        """A parameter, both moments."""
+        return MOMENTS[self.exp_avg] + MOMENTS[self.exp_avg_sq]
 
 
 FP32_STATE = Precision()

@@ -28,7 +28,6 @@ from megafp8.fp8 import gemm
 from megafp8.fp8.primary import orientations
 from megafp8.optimizer.groups import precision_of
 from megafp8.optimizer.layout import BufferLayout, Entry, Group, plan_layouts
-from megafp8.optimizer.precision import MASTERS, MOMENTS
 from megafp8.plan.activations import Activation, activations, peak_extra, quantized_bytes
 from megafp8.plan.shapes import LinearShape, linears, parameters
 
@@ -78,8 +77,8 @@ def plan_memory(config: Config, device: torch.device | str = "cpu") -> MemoryPla
     return MemoryPlan(
         weights=plain * dtype.itemsize + sum(primary.values()),
         main_grads=4 * elements,
-        masters=int(sum(n * MASTERS[precision.master] for n, precision in held)),
-        moments=int(sum(n * (MOMENTS[p.exp_avg] + MOMENTS[p.exp_avg_sq]) for n, p in held)),
+        masters=int(sum(n * precision.master_bytes for n, precision in held)),
+        moments=int(sum(n * precision.moment_bytes for n, precision in held)),
         fp8_copies=fp8_copies(config, torch.device(device)),
         activations=tuple(activations(config, torch.device(device))),
         extra=peak_extra(config, torch.device(device)),

@@ -1,12 +1,11 @@
 """The project's kernels behind `fp8.gemm`, by role: dense, of experts, and in a training run beside cuBLASLt."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from megafp8.fp8 import gemm, get_recipe, grouped_matmul, triton_gemm
 from tests.fp8.test_grouped_gemm import ends_of, error, operands, random, stacked, with_extra
+from tests.gpu.waiting import no_waiting
 from tests.training import runs
 
 pytestmark = [
@@ -35,17 +34,6 @@ def moved(storage):
     return triton_gemm.QuantizedStorage(
         move(storage.data), move(storage.scale_inv), storage.tile, storage.scale, storage.orientation
     )
-
-
-@contextmanager
-def no_waiting():
-    """Inside, whatever waits for the device is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @ALL_RECIPES

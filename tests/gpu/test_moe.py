@@ -17,6 +17,7 @@ from megafp8.step import StepContext
 from tests.core.families import DEEPSEEK
 from tests.core.helpers import Sink, randomize, relative_error
 from tests.fp8 import test_grouped_linear as cases
+from tests.gpu.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,12 +118,8 @@ def test_nothing_waits_for_the_device(name):
     x = torch.randn(64, 256, device="cuda").bfloat16().requires_grad_()
     grad, step = torch.ones_like(x), StepContext(grads=Sink(made))
     made(x, Sequences(2, 32), step).backward(grad)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         made(x, Sequences(2, 32), step).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -13,6 +13,7 @@ from megafp8.core.moe.routing import RoutingRule, choose, sinkhorn
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.step import Statistics, StepContext
 from tests.core.families import DEEPSEEK
+from tests.gpu.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,11 +74,8 @@ def test_nothing_waits_for_the_device(factor):
     router = Router("r", BuildContext(model, device=torch.device("cuda")))
     torch.nn.init.normal_(router.weight)
     x = torch.randn(64, model.hidden_size, device="cuda", requires_grad=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         routing = router(x, Sequences(2, 32), StepContext(statistics=Statistics()))
         order = Permutation.of(routing.experts, model.num_experts, drops=routing.drops, capacity=routing.capacity)
         (combine(permute(x, order), order).sum() + routing.weights.sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(x.grad).all()

@@ -11,6 +11,7 @@ from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext
 from megafp8.params import specs_in_order
 from megafp8.training.step import advance_scaling, forward_backward
+from tests.gpu.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,10 +77,6 @@ def test_no_part_of_a_step_waits(case):
         return output.loss
 
     losses = [step(1), step(2)]  # kernels are compiled
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         losses += [step(3), step(4)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert losses[-1] < losses[0]
