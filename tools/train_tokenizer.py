@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megafp8.data.arguments import add_input_arguments, input_records, run
+from megafp8.data.arguments import add_input_arguments, input_corpus, run
 from megafp8.data.documents import Record, texts_of
 
 MAX_SENTENCE_BYTES = 16384  # SentencePiece drops longer sentences: longer lines are cut
@@ -130,8 +130,7 @@ def main(argv: list[str]) -> None:
     import sentencepiece
 
     args = parse_args(argv)
-    records, _ = input_records(args)
-    lines = sentences(records, args.json_keys)
+    lines = sentences(input_corpus(args).records(), args.json_keys)
     first = next(lines, None)
     if first is None:
         raise ValueError(f"--input {' '.join(args.input)}: holds no text")

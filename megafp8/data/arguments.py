@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from megafp8.data.documents import FORMATS, TEXT_SPLITS, Record, Source, find_sources, read_records
+from megafp8.data.documents import FORMATS, TEXT_SPLITS, Corpus, find_sources
 from megafp8.data.tokenizer import TOKENIZER_TYPES
 
 
@@ -14,11 +13,8 @@ def run(main: Callable[[list[str]], None], argv: list[str] | None = None) -> int
     status 2."""
     try:
         main(sys.argv[1:] if argv is None else argv)
-    except EOFError as error:  # a compressed file that was cut short
-        print(f"error: --input: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        reason = error.strerror or str(error)  # gzip's errors have no number
+        reason = error.strerror or str(error)
         print(f"error: {error.filename}: {reason}" if error.filename else f"error: {reason}", file=sys.stderr)
         return 2
     except ValueError as error:
@@ -82,17 +78,7 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset-split", metavar="NAME", help="split of a saved DatasetDict (default: train)")
 
 
-def input_records(args: argparse.Namespace) -> tuple[Iterator[Record], int | None]:
-    """Documents that input arguments name, and their size in bytes when that is known beforehand."""
+def input_corpus(args: argparse.Namespace) -> Corpus:
+    """What input arguments name."""
     sources = find_sources(args.input, args.input_format)
-    records = (
-        record
-        for source in sources
-        for record in read_records(source, args.json_keys, args.split_text, args.dataset_split)
-    )
-    return records, _total_bytes(sources)
-
-
-def _total_bytes(sources: list[Source]) -> int | None:
-    plain = all(s.format in ("jsonl", "text") and s.path.suffix != ".gz" for s in sources)
-    return sum(Path(s.path).stat().st_size for s in sources) if plain else None
+    return Corpus(tuple(sources), tuple(args.json_keys), args.split_text, args.dataset_split)
