@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megafp8.config import Config
 from megafp8.config.parallel import ParallelConfig, layout_sizes
+from megafp8.meter import Meter
 
 _UNREDUCIBLE = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
@@ -52,14 +53,22 @@ class Axis:
     """One dimension of the layout. Tensors given to collectives must be contiguous.
 
     A maximum of NaN is not NaN on every backend, so non-finite values must not be told by `max_`: reduce a 0/1 flag.
+    name, meter: under which name its traffic is counted, and by whom.
     """
 
     size: int = 1
     rank: int = 0
     group: ProcessGroup | None = None
+    name: str = field(default="", compare=False, kw_only=True)
+    meter: Meter | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, self
+
+    def count(self, kind: str, x: Tensor) -> None:
+        """Notes a message that this rank takes part in with `x`."""
+        if self.meter is not None:
+            self.meter.add(kind, self.name, x)
 
     def split(self, n: int) -> tuple[int, int]:
         """This rank's half-open part of `n` equal shares; `n` must divide (checked by the configuration)."""
@@ -76,6 +85,7 @@ class Axis:
         """`x`, overwritten with its maximum over the ranks."""
         if self.size > 1:
             _check_reducible(x)
+            self.count("max", x)
             dist.all_reduce(x, ReduceOp.MAX, group=self.group)
         return x
 
@@ -111,6 +121,7 @@ class Axis:
         """
         if self.size == 1:
             return x, DONE
+        self.count("deal", x)
         out = x.new_empty(sum(received), *x.shape[1:])
         raw = [t.view(torch.uint8) if t.dim() > 1 else t for t in (out, x)]
         work = dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True)
@@ -118,6 +129,7 @@ class Axis:
 
     def swap(self, peer: int, x: Tensor) -> Tensor:
         """What rank `peer` of the axis gives for `x`, of the same shape and dtype; it must swap with this one."""
+        self.count("send", x)
         out = torch.empty_like(x)
         there = dist.get_global_rank(self.group, peer)
         sides = [dist.P2POp(dist.isend, x, there, self.group), dist.P2POp(dist.irecv, out, there, self.group)]
@@ -128,16 +140,22 @@ class Axis:
     def post_shift(self, x: Tensor) -> tuple[Tensor, list[Work]]:
         """Starts to send `x` to the next rank of the ring; the result, the rank before's, may be read once all works
         are waited for."""
+        self.count("send", x)
         out = torch.empty_like(x)
         there, before = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
         sides = [dist.P2POp(dist.isend, x, there, self.group), dist.P2POp(dist.irecv, out, before, self.group)]
         return out, dist.batch_isend_irecv(sides)
+
+    def post_receive(self, x: Tensor, source: int, group: ProcessGroup, tag: int) -> Pending:
+        """Starts to receive `x` from rank `source` of the job: it holds the message after `wait()`."""
+        return dist.irecv(x, source, group=group, tag=tag)
 
     def post_sum_(self, x: Tensor) -> Pending:
         """Starts `sum_`: `x` holds the sum after `wait()`."""
         if self.size == 1:
             return DONE
         _check_reducible(x)
+        self.count("sum", x)
         return _posted(dist.all_reduce(x, ReduceOp.SUM, group=self.group, async_op=True))
 
     def post_gather(self, x: Tensor) -> tuple[Tensor, Pending]:
@@ -151,6 +169,7 @@ class Axis:
         """Starts to gather the ranks' `x` in `out`, which may hold `x` in its place already."""
         if self.size == 1:
             return DONE
+        self.count("gather", x)
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
 
@@ -168,6 +187,7 @@ class Axis:
         if self.size == 1:
             return DONE
         _check_reducible(x)
+        self.count("scatter_sum", x)
         collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return _posted(collective(out, x, op=ReduceOp.SUM, group=self.group, async_op=True))
 
@@ -191,7 +211,7 @@ class ParallelContext:
     ranks that hold a layer's experts together, rank = etp + ETP * ep.
 
     `rank` and `world_size` are the job's. `sequence_parallel`: between the linears each tensor-parallel rank holds a
-    part of the tokens; False when there is one rank.
+    part of the tokens; False when there is one rank. `meter` counts what this rank sends.
     """
 
     tp: Axis = field(default_factory=Axis)
@@ -206,6 +226,7 @@ class ParallelContext:
     rank: int = 0
     world_size: int = 1
     sequence_parallel: bool = False
+    meter: Meter | None = None
 
     @property
     def is_first(self) -> bool:
@@ -215,7 +236,8 @@ class ParallelContext:
     @property
     def everyone(self) -> Axis:
         """All ranks of the job, in one axis."""
-        return Axis(self.world_size, self.rank, dist.group.WORLD if self.world_size > 1 else None)
+        group = dist.group.WORLD if self.world_size > 1 else None
+        return Axis(self.world_size, self.rank, group, name="world", meter=self.meter)
 
     def barrier(self) -> None:
         """Waits for every rank of the job."""
@@ -227,12 +249,14 @@ DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
 
 
-def build_parallel(config: Config, device: torch.device | str) -> ParallelContext:
+def build_parallel(config: Config, device: torch.device | str, *, meter: Meter | None = None) -> ParallelContext:
     """Joins the job's other processes (MASTER_ADDR, RANK, ... as torchrun sets them) and makes every group.
 
     gloo on the CPU; on GPUs `--distributed-backend`, and the process takes GPU number LOCAL_RANK. A default process
     group that is there already is used. One process joins nothing. Call `close_parallel` when done. Raises ValueError,
     before any communication, when the sizes don't fit the number of processes.
+
+    meter: counts what this rank sends from now on.
     """
     sizes, device = layout_sizes(config.parallel), torch.device(device)
     _check_world(config.parallel)
@@ -244,11 +268,13 @@ def build_parallel(config: Config, device: torch.device | str) -> ParallelContex
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout)
-    return _context(config.parallel, sizes, device.type, backend, timeout)
+    return _context(config.parallel, sizes, device.type, backend, timeout, meter)
 
 
 @contextmanager
-def fake_parallel(config: Config, rank: int = 0, device_type: str = "cpu") -> Iterator[ParallelContext]:
+def fake_parallel(
+    config: Config, rank: int = 0, device_type: str = "cpu", *, meter: Meter | None = None
+) -> Iterator[ParallelContext]:
     """The context of one rank of a job that isn't there: collectives return at once, with any values.
 
     For studies of one rank's shapes, memory and schedule on one process.
@@ -261,7 +287,7 @@ def fake_parallel(config: Config, rank: int = 0, device_type: str = "cpu") -> It
         return
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
     try:
-        yield _context(config.parallel, sizes, device_type, "fake", None)
+        yield _context(config.parallel, sizes, device_type, "fake", None, meter)
     finally:
         dist.destroy_process_group()
 
@@ -283,7 +309,12 @@ def _check_world(p: ParallelConfig) -> None:
 
 
 def _context(
-    p: ParallelConfig, sizes: dict[str, int], device_type: str, backend: str, timeout: timedelta | None
+    p: ParallelConfig,
+    sizes: dict[str, int],
+    device_type: str,
+    backend: str,
+    timeout: timedelta | None,
+    meter: Meter | None,
 ) -> ParallelContext:
     world = init_device_mesh(device_type, (p.world_size,), mesh_dim_names=("world",))
     dense = _fold(world, DENSE, sizes, backend, timeout)
@@ -296,10 +327,10 @@ def _context(
         experts = _fold(world, EXPERT, sizes, backend, timeout)
         axes |= {name: _axis(experts, name) for name in EXPERT if name != "pp"}
         ep_etp = _joint(experts, axes, ("ep", "etp"), backend, timeout)
+    axes |= {"dp_cp": dp_cp, "ep_etp": ep_etp}
     return ParallelContext(
-        **axes,
-        dp_cp=dp_cp,
-        ep_etp=ep_etp,
+        **{name: replace(axis, meter=meter) for name, axis in axes.items()},
+        meter=meter,
         rank=dist.get_rank(),
         world_size=p.world_size,
         sequence_parallel=p.sequence_parallel and sizes["tp"] > 1,
@@ -340,4 +371,4 @@ def _group_options(backend: str, timeout: timedelta | None):
 def _axis(mesh: DeviceMesh, name: str) -> Axis:
     if name not in mesh.mesh_dim_names:
         return Axis()
-    return Axis(mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name), mesh.get_group(name))
+    return Axis(mesh.size(mesh.mesh_dim_names.index(name)), mesh.get_local_rank(name), mesh.get_group(name), name=name)

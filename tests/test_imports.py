@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # part -> parts of megafp8 that it may import, itself included by rule
 ALLOWED = {
     "config": set(),
-    "parallel": {"config"},
+    "meter": set(),
+    "parallel": {"config", "meter"},
+    "lone": {"config", "meter", "parallel"},
     "params": {"parallel"},
     "step": {"params", "parallel"},
     "kernels": {"config", "parallel", "params", "step"},

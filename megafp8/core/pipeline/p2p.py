@@ -56,6 +56,7 @@ class Links:
         """Starts sending; `x` must not be written to. at_most: waits while more messages than that are on their way."""
         peer, group = self._peer(message, sending=True)
         x = x.contiguous()
+        self.axis.count("send", x)
         work = _guarded(lambda: dist.isend(x, peer, group=group, tag=self._tag(message)), message, peer, "can't send")
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
         self._sent.append((work, x, message))
@@ -66,7 +67,7 @@ class Links:
         """Starts receiving; returns a function that waits and gives the tensor."""
         peer, group = self._peer(message, sending=False)
         x = torch.empty(shape, dtype=dtype, device=device)
-        work = _guarded(lambda: dist.irecv(x, peer, group=group, tag=self._tag(message)), message, peer, "waits for")
+        work = _guarded(lambda: self.axis.post_receive(x, peer, group, self._tag(message)), message, peer, "waits for")
 
         def arrive() -> Tensor:
             _guarded(work.wait, message, peer, "waits for")

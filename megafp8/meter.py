@@ -1,0 +1,32 @@
+"""Counts what a rank hands to collectives: bytes and messages, by kind and by group. What forecasts are held to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Key = tuple[str, str]
+"""(kind, group): gather, scatter_sum, sum, max, deal or send, over the axis of that name (`parallel.Axis`)."""
+
+
+@dataclass
+class Meter:
+    """bytes: of the tensors that this rank handed over, its own shard for a gather, the whole for the others.
+    messages: calls. Both since the start; `since` gives what came after a copy."""
+
+    bytes: Counter[Key] = field(default_factory=Counter)
+    messages: Counter[Key] = field(default_factory=Counter)
+
+    def add(self, kind: str, group: str, x: Tensor) -> None:
+        self.bytes[kind, group] += x.numel() * x.element_size()
+        self.messages[kind, group] += 1
+
+    def copy(self) -> Meter:
+        return Meter(Counter(self.bytes), Counter(self.messages))
+
+    def since(self, before: Meter) -> dict[Key, tuple[int, int]]:
+        """(bytes, messages) by kind and group, since the copy `before` was made."""
+        calls = self.messages - before.messages
+        return {key: (self.bytes[key] - before.bytes[key], count) for key, count in sorted(calls.items())}
