@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -61,6 +62,20 @@ class Statistics:
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
     sums[name] = sums[name] + value if name in sums else value
+
+
+class Spans(Protocol):
+    """Marks a part of the step, for timers and traces: `with spans("forward-compute", "microbatch 3"): ...`."""
+
+    def __call__(self, name: str, detail: str = "") -> AbstractContextManager: ...
+
+
+_UNMARKED = nullcontext()
+
+
+def no_spans(name: str, detail: str = "") -> AbstractContextManager:
+    """Marks nothing."""
+    return _UNMARKED
 
 
 class WgradSink(Protocol):

@@ -58,10 +58,16 @@ ACCEPTED = (
         "--log-validation-ppl-to-tensorboard",
         "--log-memory-to-tensorboard",
         "--log-batch-size-to-tensorboard",
-        "--log-timers-to-tensorboard",
     ),
     *accepted("checksums are always written and checked", "--verify-integrity"),
-    *accepted("timers here cost nothing to keep on", "--timing-log-level X", "--timing-log-option X"),
+    *accepted(
+        "slow ranks are always named",
+        "--log-straggler",
+        "--disable-straggler-on-startup",
+        "--straggler-ctrlr-port X",
+        "--straggler-minmax-count X",
+    ),
+    *accepted("--profile brings them", "--nvtx-ranges"),
     *accepted("log lines are few and always written", "--logging-level X", "--tensorboard-queue-size X"),
     *accepted("non-finite steps are always found, skipped and counted", "--no-check-for-nan-in-loss-and-grad"),
     *accepted("data is always memory-mapped", "--no-mmap-bin-files"),
@@ -151,6 +157,10 @@ REFUSED = (
         "recomputes layers of experts; use --recompute-granularity selective --recompute-modules moe",
         "--moe-layer-recompute",
     ),
+    *refused(
+        "writes a Chakra graph, which is not here; --profile's trace has every operator and kernel",
+        "--pytorch-profiler-collect-chakra",
+    ),
     *refused("runs the model of before Megatron-Core, which is not here; leave it out", "--use-legacy-models"),
 )
 
@@ -167,7 +177,6 @@ NOT_YET = (
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
-    *not_yet("profiling", "--profile", "--profile-step-start X", "--profile-step-end X", "--profile-ranks X..."),
     *not_yet(
         "Weights & Biases",
         "--wandb-project X",

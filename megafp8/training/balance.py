@@ -2,16 +2,16 @@
 
 Collectives make all ranks as slow as the slowest, so a rank's own work is what tells: from the first microbatch to the
 moment when gradients are reduced, by its GPU's clock. Ranks that exchange inside of layers (tensor, context, pipeline
-parallelism) wait for each other within that time: among them it tells the group, not the rank.
+parallelism) wait for each other within that time: among them it tells the group, not the rank, unless
+`--timing-log-level 2` measures those waits, which are no work.
 """
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from megafp8.parallel import ParallelContext
+from megafp8.training.timers import Timers
 
 DATA_SHARE = 0.1
 """Of an iteration's time, spent on waiting for data: worth a line."""
@@ -22,36 +22,34 @@ SLOWER = 1.2
 class LocalTimes:
     """Seconds that this rank waited for data and worked, since `take`. On a GPU nothing waits until then."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timers: Timers | None = None) -> None:
+        """timers: is told when the rank is at work."""
         self._cuda = device.type == "cuda"
+        self._timers = timers or Timers(device)
         self._spans: list[tuple] = []
         self._begin = None
         self.waited = 0.0
 
-    def _now(self):
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def start(self) -> None:
-        self._begin = self._now()
+        self._begin, self._timers.working = self._timers.now(), True
 
     def stop(self) -> None:
         if self._begin is not None:
-            self._spans.append((self._begin, self._now()))
-            self._begin = None
+            self._spans.append((self._begin, self._timers.now()))
+            self._begin, self._timers.working = None, False
 
-    def take(self) -> tuple[float, float]:
-        """(waited for data, worked); starts anew. On a GPU waits for what was queued."""
+    def take(self, held_up: float = 0.0) -> tuple[float, float]:
+        """(waited for data, worked); starts anew. On a GPU waits for what was queued.
+
+        held_up: seconds of that work that were waits for other ranks, where they are measured.
+        """
         if self._cuda and self._spans:
             self._spans[-1][1].synchronize()
             worked = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
         else:
             worked = sum(end - begin for begin, end in self._spans)
         waited, self.waited, self._spans = self.waited, 0.0, []
-        return waited, max(0.0, worked - (0.0 if self._cuda else waited))
+        return waited, max(0.0, worked - held_up - (0.0 if self._cuda else waited))
 
 
 def balance(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from megafp8.data import Batch
+from megafp8.step import Spans, no_spans
+from megafp8.training.timers import DATA
 
 
 @dataclass
@@ -15,6 +17,7 @@ class IterationBatches:
 
     source: where they come from, shared with the iterations after. first_sample, samples: of the global batch, in the
     order of the training data. waited: seconds spent on waiting for data. at: told (iteration, phase) of each wait.
+    spans: told of each as well.
     """
 
     iteration: int
@@ -24,6 +27,7 @@ class IterationBatches:
     samples: int
     waited: float = 0.0
     at: Callable[[int, str], None] = lambda iteration, phase: None
+    spans: Spans = no_spans
     _kept: list[Batch] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -31,7 +35,8 @@ class IterationBatches:
             if number == len(self._kept):
                 begin = time.perf_counter()
                 self.at(self.iteration, "data")
-                self._kept.append(next(self.source))
+                with self.spans(DATA, f"microbatch {number}"):
+                    self._kept.append(next(self.source))
                 self.at(self.iteration, "forward and backward")
                 self.waited += time.perf_counter() - begin
             yield self._kept[number]

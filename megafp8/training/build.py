@@ -22,6 +22,8 @@ from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
 from megafp8.training.places import check_places
 from megafp8.training.step import PipelinePlan
+from megafp8.training.timed_axes import timed
+from megafp8.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Parts:
     """What the trainer works with.
 
     model: in a pipeline, this rank's stages. scaling: delayed scaling's histories, None where no recipe has any.
+    timers: mark the phases of an iteration.
     """
 
     config: Config
@@ -41,6 +44,7 @@ class Parts:
     scaling: DelayedScaling | None
     schedule: Schedule
     pipeline: PipelinePlan
+    timers: Timers
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str | int]:
@@ -97,6 +101,8 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     config = with_vocab_size(config, tokenizer.vocab_size)
     datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     schedule = build_schedule(config)
+    timers = Timers(device, config.logging.timing_log_level)
+    parallel = timed(parallel, timers) if timers.level >= 2 else parallel
     with memory_for(config, device):
         model = build_model(config, parallel, device)
         ends = model.ends() if config.optimizer.decoupled_lr is not None else ()
@@ -105,4 +111,4 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
         optimizer = build_optimizer(specs_in_order(model), config, parallel, decoupled=decoupled, scaling=scaling)
         if config.parallel.overlap_param_gather:
             optimizer.wait_before_use(model)
-    return Parts(config, parallel, device, tokenizer, datasets, model, optimizer, scaling, schedule, plan)
+    return Parts(config, parallel, device, tokenizer, datasets, model, optimizer, scaling, schedule, plan, timers)

@@ -42,7 +42,7 @@ class IterationRunner:
         self._monitor = Monitor(parts.model, parts.parallel, parts.device)
         self._last: tuple[IterationBatches, HostCopy] | None = None
         self._reported: Finding | str | None = None
-        self.times = LocalTimes(parts.device)
+        self.times = LocalTimes(parts.device, parts.timers)
 
     def run(self, batches: IterationBatches, schedule_samples: int) -> tuple[float, StepOutput, StepStats]:
         """Learning rate, what forward and backward gave, and what the update found. Raises StopRun, before it."""
@@ -55,7 +55,8 @@ class IterationRunner:
             output, watch = self._checked(batches, output, watch, before)
         noisy = self._report(watch, batches.iteration) if watch is not None else set()
         batches.at(batches.iteration, "update")
-        stats = self._update(output, schedule_samples)
+        with parts.timers("optimizer"):
+            stats = self._update(output, schedule_samples)
         before[0].restore_where(stats.nan)
         self._last = batches, HostCopy(stats.nan)
         self._change_precisions(noisy, batches.iteration)
@@ -75,20 +76,22 @@ class IterationRunner:
     def _run(self, batches: IterationBatches, scaling, *, watch: Watch | None = None, sink=None) -> StepOutput:
         parts = self._parts
         parts.optimizer.zero_grad(batches.count)
-        return forward_backward(
-            parts.model,
-            parts.optimizer,
-            batches,
-            iteration=batches.iteration,
-            seed=parts.config.train.seed,
-            scaling=scaling,
-            device=parts.device,
-            count=batches.count,
-            plan=parts.pipeline,
-            observe=lambda executor: self.times.stop(),
-            observer=watch,
-            sink=sink,
-        )
+        with parts.timers("forward-backward"):
+            return forward_backward(
+                parts.model,
+                parts.optimizer,
+                batches,
+                iteration=batches.iteration,
+                seed=parts.config.train.seed,
+                scaling=scaling,
+                device=parts.device,
+                count=batches.count,
+                plan=parts.pipeline,
+                observe=lambda executor: self.times.stop(),
+                observer=watch,
+                sink=sink,
+                spans=parts.timers,
+            )
 
     def _again(self, batches: IterationBatches, before: tuple[Held, ...]) -> tuple[StepOutput, Watch | None]:
         for held in before:

@@ -117,6 +117,12 @@ class RunLog:
             for line in lines:
                 add_to_tensorboard(self._tensorboard, line)
 
+    def scalars(self, iteration: int, values: dict[str, float]) -> None:
+        """Numbers for TensorBoard alone, by tag."""
+        if self.writes and self._tensorboard is not None:
+            for tag, value in values.items():
+                self._tensorboard.add_scalar(tag, value, iteration)
+
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         if self._log_dir is not None:
             with open(self._log_dir / name, "a", encoding="utf-8") as stream:

@@ -27,7 +27,7 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
 from megafp8.parallel import Axis, ParallelContext
 from megafp8.params import GradSink
-from megafp8.step import OperandObserver, Phase, ScalingHistory, Statistics, StepContext
+from megafp8.step import OperandObserver, Phase, ScalingHistory, Spans, Statistics, StepContext, no_spans
 from megafp8.training.expert_load import add_load_means, loads_of_layers, sum_over
 
 
@@ -111,12 +111,13 @@ def executor_of(
     plan: PipelinePlan,
     parallel: ParallelContext,
     micro: _Microbatches,
+    spans: Spans = no_spans,
 ) -> Executor:
     """The executor of this rank's part of a schedule."""
     chunk, pp = model.chunks[0], parallel.pp
     states = HiddenStates(lambda m: chunk.hidden_shape(micro[m].tokens), chunk.dtype, chunk.device)
     links = Links(pp, schedule.microbatches, dict(plan.groups))
-    return Executor(schedule, pp.rank, links, states, WgradQueue(plan.wgrad_limit_bytes))
+    return Executor(schedule, pp.rank, links, states, WgradQueue(plan.wgrad_limit_bytes), spans)
 
 
 def forward_backward(
@@ -133,11 +134,13 @@ def forward_backward(
     observe: Callable[[Executor], object] = lambda executor: None,
     observer: OperandObserver | None = None,
     sink: GradSink | None = None,
+    spans: Spans = no_spans,
 ) -> StepOutput:
     """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers.
 
     count: of the microbatches; None counts them first. observe: called with the executor when it is done, before
     gradients are reduced. observer: sees the operands that are quantized. sink: stands before the optimizer's buffers.
+    spans: told of the parts of the step.
     """
     parallel = optimizer.parallel
     if count is None:
@@ -145,7 +148,7 @@ def forward_backward(
         count = len(batches)
     schedule = build_schedule(plan.name, parallel.pp.size, len(model.chunks), count, group=plan.group)
     micro, statistics = _Microbatches(batches, device, parallel.cp), Statistics()
-    executor = executor_of(schedule, model, plan, parallel, micro)
+    executor = executor_of(schedule, model, plan, parallel, micro, spans)
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, valid tokens; where the last stage is
 
     def forward(chunk: int, number: int, hidden: Tensor | None) -> Tensor:
@@ -161,15 +164,17 @@ def forward_backward(
             observer=observer,
             wgrads=executor.wgrads.slot(chunk, number) if schedule.defers else None,
         )
-        part = model.chunks[chunk]
-        output = run_stage(part, micro[number], step, hidden)
+        part, batch = model.chunks[chunk], micro[number]
+        with spans("forward-compute", f"microbatch {number} stage {schedule.stage(parallel.pp.rank, chunk)}"):
+            output = run_stage(part, batch, step, hidden)
         if part.stage.loss:
-            totals.add_(torch.stack([output.detach(), micro[number].loss_mask.sum()]))
+            totals.add_(torch.stack([output.detach(), batch.loss_mask.sum()]))
         return output
 
     executor.run(forward, release=micro.release)
     observe(executor)
-    optimizer.reduce_gradients()
+    with spans("all-grads-sync"):
+        optimizer.reduce_gradients()
     parallel.pp.sum_(parallel.dp_cp.sum_(totals))
     means = _reduced_means(model, statistics, parallel, plan)
     loads = loads_of_layers(model, statistics, parallel.pp, plan.means)

@@ -27,6 +27,7 @@ from megafp8.training.saving import Outcome, Saves
 from megafp8.training.signals import StopSignal
 from megafp8.training.step import evaluate
 from megafp8.training.throughput import IntervalTimer, max_memory_gib, utilization
+from megafp8.training.timers import DATA, over_ranks, table
 from megafp8.training.watchdog import build_watchdog
 
 
@@ -190,7 +191,8 @@ class Trainer:
         samples = self.progress.schedule_samples
         iteration = self.progress.iteration + 1
         consumed = self.progress.consumed_samples
-        own = IterationBatches(iteration, batches, count, consumed, batch_size, at=self._watchdog.at)
+        watch = {"at": self._watchdog.at, "spans": parts.timers}
+        own = IterationBatches(iteration, batches, count, consumed, batch_size, **watch)
         if any(first <= iteration <= last for first, last in train.skipped_ranges):
             for _ in own:
                 pass
@@ -243,10 +245,17 @@ class Trainer:
         mfu = utilization(self.config, self.parts.device, tokens / per_iteration / world)
         times |= {} if mfu is None else {"mfu": mfu}
         lines = read_records(records)
-        parallel, device = self.parts.parallel, self.parts.device
-        numbers, notes = balance(parallel, device, self._runner.times.take(), len(records), per_iteration)
+        parallel, device, timers = self.parts.parallel, self.parts.device, self.parts.timers
+        seconds, held_up = timers.take()
+        waited, worked = self._runner.times.take(held_up)
+        numbers, notes = balance(parallel, device, (waited, worked), len(records), per_iteration)
+        seconds = {name: value / len(records) for name, value in (seconds | {DATA: waited}).items()}
+        phases = over_ranks(parallel, device, timers.names, seconds)
+        numbers |= {"timers": {phase.name: phase.numbers() for phase in phases}} if phases else {}
         self.log.training([line | times | numbers for line in lines])
-        for note in notes:
+        if self.config.logging.log_timers_to_tensorboard:
+            self.log.scalars(self.progress.iteration, {f"{p.name}-time": max(p.ranks) / 1e3 for p in phases})
+        for note in (*table(phases, self.config.logging.timing_log_option), *notes):
             self.log.note(note)
 
     def _evaluate_all(self, final: bool = False) -> None:

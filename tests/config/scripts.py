@@ -10,7 +10,7 @@ ASSETS = Path(__file__).parent / "assets"
 
 # Features that each list asks for and that are still to come.
 SCRIPTS = {
-    "llama3_8b_fp8": {"profiling"},
+    "llama3_8b_fp8": set(),
     "gpt3_175b": set(),
     "mixtral_8x7b": {"Weights & Biases"},
     "qwen3_30b_a3b": set(),

@@ -9,7 +9,7 @@ of ours are errors.
 from collections.abc import Callable
 
 from megafp8.config.config import Config
-from megafp8.config.validate import data, experts, fp8, latent, model, pipeline, schedule, training
+from megafp8.config.validate import data, experts, fp8, latent, logging, model, pipeline, schedule, training
 from megafp8.config.validate.files import check_files
 from megafp8.config.validate.idle import idle_notes
 from megafp8.config.validate.limits import check_limits
@@ -64,6 +64,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     data.validation_sets,
     data.dataloader,
     data.tokenizer,
+    logging.profile,
 )
 
 

@@ -143,6 +143,19 @@ IDLE = (
         lambda c: c.data.tokenizer_type != "TikTokenizer",
         "only TikTokenizer reads it",
     ),
+    Idle(
+        ("timing_log_option", "log_timers_to_tensorboard"),
+        lambda c: c.logging.timing_log_level == 0,
+        "--timing-log-level 0 measures no phases",
+    ),
+    Idle(
+        (
+            *("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+            *("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
+        ),
+        lambda c: not c.logging.profile,
+        "without --profile",
+    ),
 )
 
 

@@ -43,7 +43,7 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         ),
         *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_amax_epsilon", "fp8_monitor_interval"),
-        *("fp8_fallback_for", "fp8_fallback_sqnr"),
+        *("fp8_fallback_for", "fp8_fallback_sqnr", "profile_step_start", "profile_step_end", "profile_ranks"),
         *("fp8_margin", "tiktoken_num_special_tokens", "mscale", "mscale_all_dim", "mtp_num_layers"),
         *("moe_router_bias_update_rate", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_scaling_factor"),
     ),

@@ -8,6 +8,7 @@ edge of the graph that made the output. The output itself is dropped when it has
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megafp8.core.pipeline.p2p import Links, Message
 from megafp8.core.pipeline.schedules import Action, Kind, Schedule
 from megafp8.core.pipeline.wgrad_queue import WgradQueue
+from megafp8.step import Spans, no_spans
 
 
 class Forward(Protocol):
@@ -51,7 +53,8 @@ class _Held:
 class Executor:
     """rank, links: this rank's place. wgrads: where the steps of a schedule that defers leave weight gradients.
 
-    ran: the actions in the order in which they ran, for tests and traces.
+    ran: the actions in the order in which they ran, for tests and traces. spans: told of each backward, deferred
+    weight gradient and wait for a message.
     """
 
     schedule: Schedule
@@ -59,6 +62,7 @@ class Executor:
     links: Links
     states: HiddenStates
     wgrads: WgradQueue
+    spans: Spans = no_spans
     ran: list[Action] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _arriving: dict[Message, Callable[[], Tensor]] = field(default_factory=dict)
@@ -97,7 +101,8 @@ class Executor:
         if action.kind is Kind.FORWARD:
             self._forward(action, forward)
         elif action.kind is Kind.WEIGHT:
-            self.wgrads.run(action.chunk, action.microbatch)
+            with self._span("wgrad-compute", action):
+                self.wgrads.run(action.chunk, action.microbatch)
         else:
             self._backward(action)
 
@@ -118,7 +123,8 @@ class Executor:
     def _backward(self, action: Action) -> None:
         held = self._held.pop((action.chunk, action.microbatch))
         grad = self._receive(action)
-        torch.autograd.backward((held.output,), (self._one() if grad is None else grad,))
+        with self._span("backward-compute", action):
+            torch.autograd.backward((held.output,), (self._one() if grad is None else grad,))
         stage = self.schedule.stage(self.rank, action.chunk)
         if stage > 0:
             self.links.send(Message(False, stage - 1, action.microbatch), held.hidden.grad)
@@ -144,4 +150,11 @@ class Executor:
 
     def _receive(self, action: Action) -> Tensor | None:
         message = self._message(action)
-        return None if message is None else self._arriving.pop(message)()
+        if message is None:
+            return None
+        with self._span("forward-recv" if message.forward else "backward-recv", action):
+            return self._arriving.pop(message)()
+
+    def _span(self, name: str, action: Action) -> AbstractContextManager:
+        stage = self.schedule.stage(self.rank, action.chunk)
+        return self.spans(name, f"microbatch {action.microbatch} stage {stage}")
