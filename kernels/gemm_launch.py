@@ -125,21 +125,33 @@ def _is_hopper(index: int | None) -> bool:
 
 def launch(problem: Problem, backend: str | None = None) -> None:
     """Runs a problem. backend: "gluon", "tl", or None for the one that suits the device."""
-    if problem.out.numel() == 0 or problem.groups == 0:
+    if is_empty(problem):
         return
-    if problem.K == 0:
-        if not problem.accumulate:
-            problem.out.zero_()
-        if problem.bias is not None:
-            problem.out += problem.bias
-        return
-    if problem.kind == GROUPED_K and problem.padding % 16:  # TMA wants groups to begin at a multiple of 16 bytes
-        a, b = (gemm_regroup.regroup(aligned(x), problem.ends, problem.padding, 16) for x in (problem.a, problem.b))
-        problem = replace(problem, a=a, b=b, padding=16)
+    problem = regrouped(problem)
     index = problem.a.get_device() if problem.a.is_cuda else None
     if backend is None:
         backend = "gluon" if _is_hopper(index) else "tl"
     {"gluon": _launch_gluon, "tl": _launch_tl}[backend](problem, index)
+
+
+def is_empty(p: Problem) -> bool:
+    """Whether there is nothing to multiply; then C is already what it should be."""
+    if p.out.numel() == 0 or p.groups == 0:
+        return True
+    if p.K == 0:
+        if not p.accumulate:
+            p.out.zero_()
+        if p.bias is not None:
+            p.out += p.bias
+    return p.K == 0
+
+
+def regrouped(p: Problem) -> Problem:
+    """The problem with groups of tokens where TMA can read them: at multiples of 16 bytes."""
+    if p.kind != GROUPED_K or p.padding % 16 == 0:
+        return p
+    a, b = (gemm_regroup.regroup(aligned(x), p.ends, p.padding, 16) for x in (p.a, p.b))
+    return replace(p, a=a, b=b, padding=16)
 
 
 def _launch_gluon(p: Problem, index: int | None) -> None:
@@ -170,7 +182,7 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
         "ACCUMULATE": p.accumulate, "STORE": mode,
         "BUFFERS": config.buffers if mode == BY_TMA else 1,
     }  # fmt: skip
-    _run(gemm_hopper.gemm_kernel, index, _grid(p, BM, multiprocessors(index)),
+    run(gemm_hopper.gemm_kernel, index, grid(p, BM, multiprocessors(index)),
          (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
          {"num_warps": 4, "maxnreg": 168})  # fmt: skip
 
@@ -187,14 +199,14 @@ def _launch_tl(p: Problem, index: int | None) -> None:
         "BM": BM, "BN": BN, "BAND": 8, "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast,
         "HAS_BIAS": p.bias is not None, "ACCUMULATE": p.accumulate,
     }  # fmt: skip
-    _run(gemm_tl.gemm_kernel, index, _grid(p, BM, multiprocessors(index)), (a_desc, b_desc),
+    run(gemm_tl.gemm_kernel, index, grid(p, BM, multiprocessors(index)), (a_desc, b_desc),
          _pointers(p, scale_a, scale_b), sizes, constants, {"num_warps": 8, "num_stages": 4})  # fmt: skip
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
-def _run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, pointers: tuple[Tensor, ...],
+def run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, pointers: tuple[Tensor, ...],
          sizes: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]) -> None:  # fmt: skip
     """Launches; from the second time on without Triton's own argument inspection, which costs the host about 0.1 ms.
 
@@ -222,7 +234,7 @@ def _pointers(p: Problem, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, ...
     return p.out, p.bias if p.bias is not None else p.out, scale_a, scale_b, ends
 
 
-def _grid(p: Problem, BM: int, programs: int) -> tuple[int]:
+def grid(p: Problem, BM: int, programs: int) -> tuple[int]:
     """Never more programs than there can be tiles; with groups their number is known on the device only."""
     row_tiles = triton.cdiv(p.M, BM) + (p.groups if p.kind == GROUPED_M else 0)
     tiles = row_tiles * triton.cdiv(p.N, BLOCK) * (p.groups if p.kind == GROUPED_K else 1)

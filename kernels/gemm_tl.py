@@ -18,7 +18,7 @@ BK: tl.constexpr = tl.constexpr(128)  # K block: the width of a 1D scale's block
 
 
 @triton.jit
-def _tile(tile, rows, N, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
+def tile_origin(tile, rows, N, BM: tl.constexpr, BN: tl.constexpr, BAND: tl.constexpr):
     """First row and column of a tile. Bands of BAND tile rows, column by column, so that operands stay in L2."""
     in_band = BAND * tl.cdiv(N, BN)
     first = tile // in_band * BAND
@@ -110,7 +110,7 @@ def gemm_kernel(a_desc, b_desc, c, bias, scale_a, scale_b, ends, groups, M, N, K
         if ACCUMULATE:
             tiles = tl.where(depth > 0, tiles, 0)
         while tile < first_tile + tiles:
-            m, n = _tile(tile - first_tile, rows, N, BM, BN, BAND)
+            m, n = tile_origin(tile - first_tile, rows, N, BM, BN, BAND)
             a_row = m
             row_end = M
             scale_b_base = scale_b

@@ -91,7 +91,8 @@ def _over_k(scaling, a, b, scale_a, scale_b, ends, out, out_dtype, accumulate, f
     return out
 
 
-def _check_ends(ends: Tensor) -> int:
+def check_ends(ends: Tensor) -> int:
+    """The number of groups. Raises ValueError unless ends are a contiguous int32 vector."""
     if ends.dim() != 1 or ends.dtype != torch.int32 or not ends.is_contiguous():
         raise ValueError(f"ends must be contiguous int32 [G], not {ends.dtype} {tuple(ends.shape)}")
     return ends.numel()
@@ -99,7 +100,7 @@ def _check_ends(ends: Tensor) -> int:
 
 def _check_groups(a: Tensor, b: Tensor, ends: Tensor) -> int:
     check_operands(a, b, b_dims=3)
-    if b.shape[0] != _check_ends(ends):
+    if b.shape[0] != check_ends(ends):
         raise ValueError(f"b has {b.shape[0]} groups, ends {ends.numel()}")
     return b.shape[0]
 
@@ -108,4 +109,4 @@ def _check_wgrad(a: Tensor, b: Tensor, ends: Tensor, padding: int) -> int:
     check_operands(a, b)
     if padding < 1:
         raise ValueError(f"padding must be positive, not {padding}")
-    return _check_ends(ends)
+    return check_ends(ends)

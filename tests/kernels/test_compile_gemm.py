@@ -1,11 +1,12 @@
 """Every GEMM kernel and configuration, compiled without a GPU: tensor-core instructions, no spills, shared memory fits.
 
-Gluon kernels compile for Hopper only (wgmma), the plain Triton twin for Hopper and for Blackwell.
+Gluon kernels compile for Hopper only (wgmma), the plain Triton twin for Hopper and for Blackwell; MXFP8's goes through
+block-scaled tensor cores on Blackwell, and decodes operands on Hopper.
 """
 
 import pytest
 import torch
-from megafp8.kernels import gemm_launch, gemm_regroup
+from megafp8.kernels import gemm_launch, gemm_regroup, gemm_scaled
 from megafp8.kernels.gemm_hopper_problem import (
     BLOCK_1D1D,
     BLOCK_1D2D,
@@ -116,6 +117,49 @@ def test_plain_triton_twin(arguments, target, product):
     assert used.shared <= testing.SHARED_MEMORY
 
 
+def scaled(name: str, *, native: bool, size: int = 512) -> testing.Launch:
+    """A launch of the MXFP8 kernel: inputs by weights, and wgrads that are added to FP32."""
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 127, dtype=torch.uint8)
+
+    a, b = torch.zeros(size, size, dtype=E4M3), torch.zeros(3, size, size, dtype=E4M3)
+    grads = torch.zeros(3, size, size)
+    rows, squares, ends = codes(size, size // 32), codes(3, size // 32, size // 32), torch.zeros(3, dtype=torch.int32)
+    with testing.captured_launches() as launches:
+        if name == "dense":
+            gemm_scaled.gemm_mxfp8(a, b[0], rows, squares[0], native=native)
+        elif name == "dense wgrad":
+            gemm_scaled.gemm_mxfp8(a, a, rows, rows, out=grads[0], accumulate=True, native=native)
+        elif name == "grouped":
+            gemm_scaled.grouped_gemm_mxfp8(a, b, rows, squares, ends, native=native)
+        else:
+            gemm_scaled.grouped_wgrad_mxfp8(a, a, rows, rows, ends, out=grads, accumulate=True, padding=32,
+                                            native=native)  # fmt: skip
+    return launches[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [("dense", True), ("grouped wgrad", False),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+         ("dense wgrad", True), ("grouped", True), ("grouped wgrad", True), ("grouped", False)))],
+)  # fmt: skip
+def test_mxfp8(name, native):
+    """Block-scaled products on Blackwell, whose codes wait in tensor memory; decoded to BF16 on Hopper."""
+    compiled = testing.compile_launch(scaled(name, native=native), BLACKWELL if native else testing.HOPPER)
+    used = testing.resources(compiled)
+    assert ("kind::mxf8f6f4.block_scale" in compiled.asm["ptx"]) == native
+    assert any(op.startswith("UTCQMMA" if native else "HGMMA") for op in used.instructions)
+    assert any(op.startswith("UTMALDG") for op in used.instructions)
+    assert used.spills == 0
+    assert used.shared <= testing.SHARED_MEMORY
+
+
+def test_mxfp8_token_counts_do_not_recompile():
+    assert specialization(scaled("dense", native=True)) == specialization(scaled("dense", native=True, size=640))
+
+
 @pytest.mark.parametrize(
     ("expected", "kind", "scaling", "options", "shape"),
     [
@@ -138,10 +182,10 @@ def test_configuration_by_problem(expected, kind, scaling, options, shape):
     assert gemm_launch.hopper_config(made, 132) is expected
 
 
-@pytest.mark.parametrize("backend", ["gluon", "tl"])
+@pytest.mark.parametrize("backend", ["gluon", "tl", "scaled"])
 def test_arguments_are_in_the_order_of_the_kernel(backend):
     """Later launches pass all of them by position."""
-    launch = captured(problem(DENSE, TENSORWISE), backend)
+    launch = scaled("dense", native=True) if backend == "scaled" else captured(problem(DENSE, TENSORWISE), backend)
     constants = [name for name in launch.kwargs if name.isupper()]
     assert launch.kernel.arg_names[len(launch.args) :] == constants
 

@@ -201,6 +201,25 @@ def fix_interpreter() -> None:
     def maximum_of_numbers(self, x, y):
         return interpreter.TensorHandle(np.fmax(x.data, y.data), x.dtype.scalar)
 
+    formats = {"E4M3": tl.float8e4nv, "E5M2": tl.float8e5}
+
+    def dot_scaled(self, a, codes_a, format_a, b, codes_b, format_b, fast_math, a_k_pack, b_k_pack, acc):
+        def decoded(operand, codes, fmt):  # [rows, K], a code for each 32
+            values = convert(operand, formats[fmt.name], tl.float32, None).view(np.float32)
+            bits = np.where(codes == 255, 0x7FC00000, np.where(codes == 0, 0x00400000, codes.astype(np.int32) << 23))
+            return values * np.repeat(bits.astype(np.int32).view(np.float32), 32, 1)
+
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = decoded(a.data, codes_a.data, format_a) @ decoded(b.data.T, codes_b.data, format_b).T
+            return interpreter.TensorHandle(acc.data + product, tl.float32)
+
+    def dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
+        x, y = (convert(t.data, t.dtype.scalar, tl.float32, None).view(np.float32) for t in (a, b))
+        with np.errstate(invalid="ignore", over="ignore"):
+            return interpreter.TensorHandle(x @ y + acc.data, acc.dtype.scalar)
+
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_maxnumf = maximum_of_numbers
+    interpreter.InterpreterBuilder.create_dot = dot  # its own takes BF16's bits for numbers
+    interpreter.InterpreterBuilder.create_dot_scaled = dot_scaled  # Triton 3.8's own needs a newer one than GPUs have
     interpreter.InterpreterBuilder.create_fma = fused_multiply_add
