@@ -21,6 +21,8 @@ from typing import Any, TextIO
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 MONITOR_FILE = "fp8_monitor.jsonl"
+LIFECYCLE = ("start", "save", "save-failed", "end")
+"""Kinds of events that good runs have, too."""
 
 # TensorBoard tags as Megatron writes them, so that existing dashboards work.
 TENSORBOARD_TAGS = {
@@ -67,6 +69,7 @@ class RunLog:
         self._out = out = out or sys.stdout
         self._jsonl = self._tensorboard = self._bar = None
         self._log_dir = log_dir
+        self._streams: dict[str, TextIO] = {}
         self._redirect = ExitStack()
         if not writes:
             return
@@ -104,8 +107,16 @@ class RunLog:
         """What doesn't happen in a good run: a line on the console, and one in `events.jsonl`, written at once."""
         if self.writes:
             self.note(f"iteration {iteration}: {message}")
+            self.record(kind, iteration, message, **details)
+
+    def record(self, kind: str, iteration: int, message: str, **details: Any) -> None:
+        """An event for `events.jsonl` alone: what the console says in its own way (starts, saves, the end)."""
+        if self.writes:
             line = {"iteration": iteration, "event": kind, "message": message, **details}
-            self._append(EVENTS_FILE, [line | {"time": datetime.now().isoformat(timespec="seconds")}])
+            try:
+                self._append(EVENTS_FILE, [line | {"time": datetime.now().isoformat(timespec="seconds")}])
+            except OSError as error:  # a full disk, most likely just told by a save: no event is worth the run
+                self.note(f"{EVENTS_FILE}: {error}")
 
     def monitor(self, lines: list[dict[str, Any]]) -> None:
         """The monitor's lines of one step, into `fp8_monitor.jsonl`, and as scalars and histograms into TensorBoard."""
@@ -125,8 +136,11 @@ class RunLog:
 
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         if self._log_dir is not None:
-            with open(self._log_dir / name, "a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines)
+            stream = self._streams.get(name)
+            if stream is None:
+                stream = self._streams[name] = _open_to_append(self._log_dir / name)
+            stream.writelines(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines)
+            stream.flush()
 
     def training(self, lines: list[dict[str, Any]]) -> None:
         """Writes the interval's lines (one an iteration, oldest first) and prints their summary."""
@@ -160,9 +174,10 @@ class RunLog:
                     self._tensorboard.add_scalar(tag, value, line["iteration"])
 
     def close(self) -> None:
-        for resource in (self._bar, self._jsonl, self._tensorboard):
+        for resource in (self._bar, self._jsonl, self._tensorboard, *self._streams.values()):
             if resource is not None:
                 resource.close()
+        self._streams.clear()
         self._bar = self._jsonl = self._tensorboard = None
         self._redirect.close()
 
@@ -208,6 +223,32 @@ def console_line(lines: list[dict[str, Any]], total_iterations: int, show_throug
     return " | ".join(parts)
 
 
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """(lines of a run's JSONL file, numbers of those that are damaged), null as NaN; half a last line is left out."""
+    found, damaged = [], []
+    with open(path, encoding="utf-8", errors="replace") as stream:
+        for number, raw in enumerate(stream, start=1):
+            try:
+                line = {key: math.nan if value is None else value for key, value in json.loads(raw).items()}
+                line["iteration"] + 1  # a number, by which lines are told apart
+                found.append(line)
+            except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+                damaged.append(number)
+    return found, [n for n in damaged if n != number]
+
+
+def by_iteration(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(training lines, validation lines) of `metrics.jsonl`, in order; of two for one iteration the later one."""
+    training: dict[int, dict[str, Any]] = {}
+    validation: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in lines:
+        if "valid_loss" in line:
+            validation[line.get("dataset", ""), line["iteration"]] = line
+        else:
+            training[line["iteration"]] = line
+    return [training[i] for i in sorted(training)], [validation[k] for k in sorted(validation)]
+
+
 def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(training lines, validation lines) of a run's directory, each iteration once, in order; null is NaN.
 
@@ -217,19 +258,7 @@ def read_metrics(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     path = run / METRICS_FILE if run.is_dir() else run
     if not path.is_file():
         raise ValueError(f"{run}: no {METRICS_FILE} there; give a directory written by --log-dir")
-    training: dict[int, dict[str, Any]] = {}
-    validation: dict[tuple[str, int], dict[str, Any]] = {}
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, raw in enumerate(text, start=1):
-        try:
-            line = {key: math.nan if value is None else value for key, value in json.loads(raw).items()}
-            line["iteration"]
-        except (ValueError, AttributeError, KeyError) as error:
-            if number == len(text):
-                break
-            raise ValueError(f"{path}: line {number} is not JSON of a run's log ({error})") from error
-        if "valid_loss" in line:
-            validation[line.get("dataset", ""), line["iteration"]] = line
-        else:
-            training[line["iteration"]] = line
-    return [training[i] for i in sorted(training)], [validation[k] for k in sorted(validation)]
+    lines, damaged = read_lines(path)
+    if damaged:
+        raise ValueError(f"{path}: line {damaged[0]} is not JSON of a run's log")
+    return by_iteration(lines)

@@ -48,12 +48,15 @@ class Trainer:
         self._saved_iteration: int | None = None
         self._save_failed = False
         notes = self._resume()
+        self._ended = "done"
         self.total_iterations = self._total_iterations()
         if self.progress.iteration < self.total_iterations and not self.config.train.skip_train:
             check_data_left(parts, self.progress)
         notes += self._saves.prepare()
         self.log = self._open_log()
         if parts.parallel.is_first:
+        begun = self.progress.iteration
+        self.log.record("start", begun, f"went on from {self.config.checkpoint.load}" if begun else "a new run")
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
                 self.log.note(note)
         self._runner = self._build_runner()
@@ -117,10 +120,12 @@ class Trainer:
                 self._report(self._saves.finish())
             except StopRun as decision:
                 return self._give_up(decision)
+                self.log.record("end", self.progress.iteration, self._ended)
             except Exception:
                 self._report(self._saves.rescue())
                 raise
             finally:
+                self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
             return 128 + number if number else int(self._save_failed)
@@ -171,6 +176,7 @@ class Trainer:
 
     def _training_batches(self) -> Iterator[Batch]:
         parts, data = self.parts, self.config.data
+                self._ended = f"stopped: {reason}"
         return build_loader(
             parts.datasets.train,
             parts.datasets.masks,
@@ -311,4 +317,6 @@ class Trainer:
             if self._save_failed and self._saved_iteration == outcome.iteration:
                 self._saved_iteration = None
             what = "saved" if outcome.saved else "could not save"
-            self.log.note(f"{what} iteration {outcome.iteration} to {self.config.checkpoint.save}{outcome.note}")
+            where = f"to {self.config.checkpoint.save}{outcome.note}"
+            self.log.note(f"{what} iteration {outcome.iteration} {where}")
+            self.log.record("save" if outcome.saved else "save-failed", outcome.iteration, f"{what} {where}")

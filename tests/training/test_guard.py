@@ -9,6 +9,7 @@ import torch
 from megafp8.fp8 import Linear
 from megafp8.training.fallback import Fallbacks
 from megafp8.training.iteration import IterationRunner
+from megafp8.training.run_log import LIFECYCLE
 from tests.training.runs import RECIPES, flags, metrics, run, run_in_new_process, tensors, write_corpus
 
 LAYER = "layers.1.mlp.fc1"
@@ -66,7 +67,8 @@ def command(corpus, directory, *extra, recipe="blockwise", iterations=6):
 
 def events(directory):
     path = directory / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [event for event in found if event["event"] not in LIFECYCLE]
 
 
 def skipped(directory):

@@ -9,6 +9,7 @@ import torch
 from megafp8.config.train import TrainConfig
 from megafp8.training import iteration as iteration_module
 from megafp8.training.rerun import MOST_TRANSIENT, Reruns, Spikes, StopRun, bits_of
+from megafp8.training.run_log import LIFECYCLE
 from tests.training.runs import RECIPES, flags, metrics, run, tensors, write_corpus
 
 
@@ -78,7 +79,8 @@ def command(corpus, directory, *extra, iterations=8):
 
 def events(directory):
     path = directory / "events.jsonl"
-    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+    found = [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [kind for kind in found if kind not in LIFECYCLE]
 
 
 def wrong_loss(times, iteration=5, value=torch.nan):
