@@ -47,16 +47,16 @@ class Trainer:
         self._stopped_by = 0
         self._saved_iteration: int | None = None
         self._save_failed = False
-        notes = self._resume()
         self._ended = "done"
+        notes = self._resume()
         self.total_iterations = self._total_iterations()
         if self.progress.iteration < self.total_iterations and not self.config.train.skip_train:
             check_data_left(parts, self.progress)
         notes += self._saves.prepare()
         self.log = self._open_log()
-        if parts.parallel.is_first:
         begun = self.progress.iteration
         self.log.record("start", begun, f"went on from {self.config.checkpoint.load}" if begun else "a new run")
+        if parts.parallel.is_first:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
                 self.log.note(note)
         self._runner = self._build_runner()
@@ -118,14 +118,14 @@ class Trainer:
                 if self.config.train.skip_train or self.progress.iteration >= self.total_iterations:
                     self._evaluate_all(final=True)
                 self._report(self._saves.finish())
+                self.log.record("end", self.progress.iteration, self._ended)
             except StopRun as decision:
                 return self._give_up(decision)
-                self.log.record("end", self.progress.iteration, self._ended)
-            except Exception:
+            except Exception as error:
                 self._report(self._saves.rescue())
+                self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
                 raise
             finally:
-                self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
             return 128 + number if number else int(self._save_failed)
@@ -172,11 +172,11 @@ class Trainer:
                     self._save()
             if reason:
                 self.log.note(f"stopping at iteration {iteration}: {reason}")
+                self._ended = f"stopped: {reason}"
                 return
 
     def _training_batches(self) -> Iterator[Batch]:
         parts, data = self.parts, self.config.data
-                self._ended = f"stopped: {reason}"
         return build_loader(
             parts.datasets.train,
             parts.datasets.masks,
