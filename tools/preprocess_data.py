@@ -5,7 +5,8 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --workers 8
 
 writes data/corpus_text_document.bin and .idx; train on them with --data-path data/corpus_text_document. The files are
-the same, byte for byte, for any number of workers.
+the same, byte for byte, for any number of workers, and however often the work was interrupted: the same command goes on
+where it was stopped, from what PREFIX.partial/ holds.
 """
 
 import argparse
@@ -13,9 +14,11 @@ import functools
 import os
 import sys
 import time
+from datetime import timedelta
 
-from megafp8.data.arguments import add_input_arguments, add_tokenizer_arguments, input_records, run
-from megafp8.data.preprocess import EncodeOptions, preprocess
+from megafp8.data.arguments import add_input_arguments, add_tokenizer_arguments, input_corpus, run
+from megafp8.data.documents import Corpus, Cursor
+from megafp8.data.preprocess import EncodeOptions, Outcome, preprocess
 from megafp8.data.tokenizer import build_tokenizer
 
 
@@ -29,7 +32,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     group.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     group.add_argument("--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS")
+    group.add_argument(
+        "--drop-duplicates",
+        action="store_true",
+        help="leave out documents whose text is exactly that of an earlier one (they are counted without it, too)",
+    )
     group = parser.add_argument_group("runtime")
+    group.add_argument(
+        "--restart", action="store_true", help="begin anew instead of going on with PREFIX.partial/, and remove that"
+    )
     group.add_argument(
         "--workers",
         type=int,
@@ -53,56 +64,102 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 class Progress:
-    """A bar on a terminal, a line every `interval` documents elsewhere."""
+    """A bar on a terminal, a line every `interval` documents elsewhere: by bytes of the input files, so that the time
+    left follows from what is written, over all files. What an interrupted run has done is no part of the speed."""
 
-    def __init__(self, total_bytes: int | None, interval: int):
-        self.interval, self.documents, self.size, self.start = interval, 0, 0, time.monotonic()
+    def __init__(self, corpus: Corpus, interval: int):
+        self.sizes, self.interval = corpus.sizes(), interval
+        self.start = self.first = self.first_documents = self.documents = None
         self.bar = None
+
+    def done(self, cursor: Cursor) -> int:
+        """Bytes of the input, as it lies on the disk, in front of the cursor."""
+        sizes = self.sizes or []
+        return sum(sizes[: cursor.source]) + cursor.read
+
+    def __call__(self, documents: int, cursor: Cursor) -> None:
+        done = self.done(cursor)
+        if self.start is None:
+            self._begin(documents, done)
+        elif self.bar is not None:
+            self.bar.set_postfix(documents=documents, refresh=False)
+            self.bar.update(done - self.bar.n)
+        elif self.interval and documents // self.interval > self.documents // self.interval:
+            print(self._line(documents, done), file=sys.stderr)
+        self.documents = documents
+
+    def _begin(self, documents: int, done: int) -> None:
+        self.start, self.first, self.first_documents = time.monotonic(), done, documents
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="tokenizing")
+            # Smoothed over many chunks: workers hand them over in bursts.
+            total = None if self.sizes is None else sum(self.sizes)
+            self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="tokenizing", smoothing=0.02)
 
-    def __call__(self, documents: int, size: int) -> None:
-        before = self.documents
-        self.documents += documents
-        self.size += size
-        if self.bar is not None:
-            self.bar.set_postfix(documents=self.documents, refresh=False)
-            self.bar.update(size)
-        elif self.interval and self.documents // self.interval > before // self.interval:
-            seconds = time.monotonic() - self.start
-            print(
-                f"Processed {self.documents} documents ({self.documents / seconds:.0f} docs/s, "
-                f"{self.size / seconds / 1e6:.2f} MB/s).",
-                file=sys.stderr,
-            )
+    def _line(self, documents: int, done: int) -> str:
+        seconds = max(time.monotonic() - self.start, 1e-6)
+        speed = (done - self.first) / seconds
+        line = f"Processed {documents} documents ({(documents - self.first_documents) / seconds:.0f} docs/s"
+        if self.sizes is None:
+            return f"{line}); how many are left in a pipe is unknown."
+        total = sum(self.sizes)
+        left = f", {timedelta(seconds=round((total - done) / speed))} left" if speed else ""
+        return f"{line}, {speed / 1e6:.2f} MB/s): {100 * done / max(total, 1):.1f}% of {total / 1e6:.1f} MB{left}."
 
-    def close(self) -> None:
+    def close(self, complete: bool) -> None:
         if self.bar is not None:
+            if complete and self.bar.total is not None:  # what stands behind the last document
+                self.bar.update(self.bar.total - self.bar.n)
             self.bar.close()
 
 
-def main(argv: list[str]) -> None:
-    args = parse_args(argv)
-    records, total_bytes = input_records(args)
-    options = EncodeOptions(tuple(args.json_keys), args.append_eod, args.prepend_bos)
-    prefixes = {key: f"{args.output_prefix}_{key}_document" for key in args.json_keys}
-    progress = Progress(total_bytes, args.log_interval)
-    try:
-        summaries = preprocess(
-            records, functools.partial(build_tokenizer, args), options, prefixes, args.workers, progress
-        )
-    finally:
-        progress.close()
-    for summary in summaries.values():
+def note(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr)
+
+
+def print_outcome(outcome: Outcome, split_text: str) -> None:
+    for summary in outcome.summaries.values():
         skipped = f", {summary.empty} empty ones skipped" if summary.empty else ""
         print(
             f"{summary.prefix}.bin/.idx: {summary.documents} documents, {summary.tokens} tokens "
             f"({summary.dtype}){skipped}"
         )
-        if summary.documents == 1 and args.split_text == "file":
+        if summary.documents == 1 and split_text == "file":
             print("note: one document in all; --split-text lines or blank-lines cuts plain text that holds many")
+    if outcome.duplicates:
+        fate = "left out" if outcome.dropped else "kept; --drop-duplicates leaves them out"
+        print(
+            f"duplicates: {outcome.duplicates} of {outcome.records} documents repeat an earlier one exactly "
+            f"({outcome.duplicate_tokens} tokens); {fate}"
+        )
+    else:
+        print("duplicates: none")
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(argv)
+    corpus = input_corpus(args)
+    if corpus.pipe:
+        note(f"--input {corpus.pipe.path} is a pipe: how much is left is unknown, and an interruption starts it anew")
+    options = EncodeOptions(tuple(args.json_keys), args.append_eod, args.prepend_bos)
+    progress, complete = Progress(corpus, args.log_interval), False
+    try:
+        outcome = preprocess(
+            corpus,
+            functools.partial(build_tokenizer, args),
+            options,
+            args.output_prefix,
+            args.workers,
+            report=progress,
+            say=note,
+            restart=args.restart,
+            drop_duplicates=args.drop_duplicates,
+        )
+        complete = True
+    finally:
+        progress.close(complete)
+    print_outcome(outcome, args.split_text)
 
 
 if __name__ == "__main__":

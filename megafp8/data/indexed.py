@@ -20,6 +20,7 @@ import os
 import shutil
 import struct
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -235,13 +236,7 @@ class IndexedDatasetBuilder:
 
     def _write_index(self, path: Path) -> None:
         lengths = np.frombuffer(self._lengths, np.int32)
-        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        documents = np.frombuffer(self._document_indices, np.int64)
-        with open(path, "wb") as f:
-            f.write(_HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(documents)))
-            for part in (lengths, pointers, documents):
-                f.write(part.tobytes())
-            _sync(f)
+        write_index(path, self.dtype, [lengths], np.frombuffer(self._document_indices, np.int64))
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
@@ -260,6 +255,33 @@ class IndexedDatasetBuilder:
             self._tokens.close()
             for temporary in self._temporary.values():
                 temporary.unlink(missing_ok=True)
+
+
+def write_index(
+    path: Path, dtype: np.dtype, lengths: Sequence[np.ndarray], document_indices: np.ndarray | None = None
+) -> None:
+    """Writes an `.idx` file, synced to disk.
+
+    lengths: int32, of all sequences in order, in blocks, which are gone through several times; what is held in memory
+    is a block. document_indices: int64 [D + 1]; None: each sequence is a document.
+    """
+    sequences = sum(len(block) for block in lengths)
+    documents = sequences + 1 if document_indices is None else len(document_indices)
+    with open(path, "wb") as f:
+        f.write(_HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], sequences, documents))
+        for block in lengths:
+            f.write(np.ascontiguousarray(block, np.int32).tobytes())
+        tokens = 0
+        for block in lengths:
+            ends = tokens + np.cumsum(block, dtype=np.int64)
+            f.write(((ends - block) * dtype.itemsize).tobytes())
+            tokens = int(ends[-1]) if len(ends) else tokens
+        if document_indices is None:
+            for start in range(0, documents, 1 << 20):
+                f.write(np.arange(start, min(start + (1 << 20), documents), dtype=np.int64).tobytes())
+        else:
+            f.write(document_indices.tobytes())
+        _sync(f)
 
 
 def _sync(file) -> None:
