@@ -6,7 +6,7 @@ Timed is what a rank waits, from where it needs a result on; not what travels be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,20 +30,19 @@ class _Timed:
 
 @dataclass(frozen=True)
 class TimedAxis(Axis):
-    """An axis that tells `spans` of its waits; label: its name among the context's."""
+    """An axis that tells `spans` of its waits."""
 
-    spans: Spans = no_spans
-    label: str = ""
+    spans: Spans = field(default=no_spans, compare=False, repr=False, kw_only=True)
 
     def _timed(self, pending: Pending, what: str) -> Pending:
-        return pending if pending is DONE else _Timed(pending, self.spans, f"{what} over {self.label}")
+        return pending if pending is DONE else _Timed(pending, self.spans, f"{what} over {self.name}")
 
     def max_(self, x: Tensor) -> Tensor:
-        with self.spans(COMMUNICATION, f"max over {self.label}"):
+        with self.spans(COMMUNICATION, f"max over {self.name}"):
             return super().max_(x)
 
     def swap(self, peer: int, x: Tensor) -> Tensor:
-        with self.spans(COMMUNICATION, f"swap over {self.label}"):
+        with self.spans(COMMUNICATION, f"swap over {self.name}"):
             return super().swap(peer, x)
 
     def post_sum_(self, x: Tensor) -> Pending:
@@ -65,15 +64,12 @@ class TimedAxis(Axis):
 
 
 def timed(parallel: ParallelContext, spans: Spans) -> ParallelContext:
-    """The same context, with timed axes where there is more than one rank; axes that were one stay one."""
-    made: dict[int, Axis] = {}
-    changes = {}
-    for field in fields(parallel):
-        axis = getattr(parallel, field.name)
-        if isinstance(axis, Axis) and axis.size > 1:
-            if id(axis) not in made:
-                made[id(axis)] = TimedAxis(
-                    axis.size, axis.rank, axis.group, spans, field.name, name=axis.name, meter=axis.meter
-                )
-            changes[field.name] = made[id(axis)]
-    return replace(parallel, **changes)
+    """The same context, with timed axes where there is more than one rank to wait for."""
+    axes = {each.name: getattr(parallel, each.name) for each in fields(parallel)}
+    return replace(parallel, **{name: _timed(axis, spans) for name, axis in axes.items() if type(axis) is Axis})
+
+
+def _timed(axis: Axis, spans: Spans) -> Axis:
+    if axis.size == 1:
+        return axis
+    return TimedAxis(axis.size, axis.rank, axis.group, name=axis.name, meter=axis.meter, spans=spans)
