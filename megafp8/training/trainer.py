@@ -20,6 +20,7 @@ from megafp8.training.checkpointing import RunState, check_data_left, find_to_re
 from megafp8.training.fallback import Fallbacks
 from megafp8.training.iteration import IterationRunner
 from megafp8.training.opening import opening_lines
+from megafp8.training.profiling import Profile
 from megafp8.training.progress import IterationRecord, Progress, read_records
 from megafp8.training.rerun import Reruns, StopRun
 from megafp8.training.run_log import RunLog
@@ -61,6 +62,7 @@ class Trainer:
                 self.log.note(note)
         self._runner = self._build_runner()
         self._watchdog = build_watchdog(self.config, parts.parallel)
+        self._profile = Profile.of(parts, self.progress.iteration + 1, self.total_iterations, self.log.note)
 
     def _build_runner(self) -> IterationRunner:
         fp8, train, since = self.config.fp8, self.config.train, self.progress.fallen
@@ -126,6 +128,8 @@ class Trainer:
                 self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
                 raise
             finally:
+                if self._profile is not None:
+                    self._profile.close()
                 self.log.close()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
             return 128 + number if number else int(self._save_failed)
@@ -151,7 +155,7 @@ class Trainer:
             if batches is None:
                 batches = self._training_batches()
             try:
-                pending += self._iteration(batches)
+                pending += self._profiled(batches, timer)
             except StopRun:
                 if pending:
                     self._write_lines(pending, timer.lap())
@@ -188,6 +192,16 @@ class Trainer:
             num_workers=data.num_workers,
             pin_memory=parts.device.type == "cuda",
         )
+
+    def _profiled(self, batches: Iterator[Batch], timer: IntervalTimer) -> list[IterationRecord]:
+        if self._profile is None:
+            return self._iteration(batches)
+        with timer.paused():
+            self._profile.before(self.progress.iteration + 1)
+        records = self._iteration(batches)
+        with timer.paused():
+            self._profile.after(self.progress.iteration)
+        return records
 
     def _iteration(self, batches: Iterator[Batch]) -> list[IterationRecord]:
         """One optimizer step; an iteration of --iterations-to-skip only consumes its data and leaves no record."""
