@@ -1,4 +1,4 @@
-"""What one microbatch holds for backward, by module, in bytes.
+"""What one microbatch holds for backward on one rank, by module, in bytes, and what backward adds for a while.
 
 T tokens, h hidden size, f MLP width (the inner width i is 2f with SwiGLU), a query heads, g key/value heads, d width
 of a head, V padded vocabulary, e bytes of the compute dtype. q8(T x K) is an FP8 copy with its scales.
@@ -17,23 +17,30 @@ of a head, V padded vocabulary, e bytes of the compute dtype. q8(T x K) is an FP
 Latent attention and mixtures of experts: layer_activations.py. A depth of multi-token prediction holds 2 T h e for its
 linear, the inputs of its three norms, a layer, and what the LM head and the loss hold.
 
+Widths are this rank's parts (sizes.py); under sequence parallelism norms and the inputs of column-parallel linears are
+of S = T / TP tokens. Context parallelism keeps keys and values of whole sequences, unless a ring passes them on.
+
 Recomputation keeps inputs instead: of whole layers (a unit's input, T h e), of the core attention (q, k, v), of the
 MLP or the mixture of experts (mlp_norm's input), or of norms (their outputs are made anew).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from megafp8.config import Config
+from megafp8.config.pipeline import Stage
 from megafp8.fp8 import policy
-from megafp8.plan.layer_activations import Activation, LayerPlan, Sizes, quantized_bytes
-from megafp8.plan.shapes import LayerShape, layers
+from megafp8.plan.layer_activations import Activation, LayerPlan, quantized_bytes
+from megafp8.plan.rank_parameters import held_stages
+from megafp8.plan.shapes import LayerShape, layer_linears, layers
+from megafp8.plan.sizes import Sizes
+from megafp8.plan.transients import PARTS, backward_bytes, loss_bytes, part_of
 
-__all__ = ["Activation", "activations", "by_module", "layer_activations", "peak_extra", "quantized_bytes"]
+__all__ = ["Activation", "Phase", "activations", "by_module", "chunk_phases", "layer_activations", "quantized_bytes"]
 
 IDS_BYTES = 8
 """A token id is int64."""
@@ -41,52 +48,76 @@ LOSS_BYTES = 8 + 1 + 4 + 4
 """The loss keeps a token's target, whether it is on this rank, the largest logit and the log of the sum."""
 
 
-def activations(config: Config, device: torch.device) -> list[Activation]:
-    """Returns what one microbatch holds when its forward ends.
+@dataclass(frozen=True)
+class Phase:
+    """A part of the model whose backward is counted as one.
+
+    kept: from forward to backward. again: made again before its backward, and dropped with it. backward: most that its
+    backward holds on top of both. what: that is, in words.
+    """
+
+    kept: tuple[Activation, ...]
+    again: int = 0
+    backward: int = 0
+    what: str = "gradients"
+
+    @property
+    def bytes(self) -> int:
+        return sum(a.bytes for a in self.kept)
+
+
+def activations(config: Config, device: torch.device, stage: int = 0) -> list[Activation]:
+    """Returns what one microbatch holds when its forward ends, through all stages of pipeline rank `stage`.
 
     Args:
         config: resolved, with the vocabulary known (`with_vocab_size`).
         device: whose GEMMs decide on orientations.
     """
-    sizes, train = Sizes.of(config), config.train
-    recomputed = _recomputed_layers(config)
-    held = [Activation("embedding", "token ids", sizes.tokens * IDS_BYTES)]
-    if recomputed:
-        unit = 1 if train.recompute_method == "block" else train.recompute_num_layers
-        units = math.ceil(recomputed / unit)
-        held.append(Activation("layers", f"input of {units} recomputed units", units * sizes.stream))
-    kept = [layer for layer in layers(config)[recomputed:] if not _in_prediction(layer)]
-    for plan in _plans(config, kept, sizes, device, _selected(config)):
-        held.extend(plan.items())
-    held.extend(_head(config, sizes))
-    ahead = [layer for layer in layers(config) if _in_prediction(layer)]
-    for plan in _plans(config, ahead, sizes, device, _selected(config)):
-        held.extend(_prediction(config, plan))
-    return held
+    return [
+        a for chunk in held_stages(config, stage) for phase in chunk_phases(config, chunk, device) for a in phase.kept
+    ]
 
 
 def layer_activations(config: Config, device: torch.device, number: int = 0) -> list[Activation]:
     """Returns what one layer holds of a microbatch when its forward ends, its input included, unless it is recomputed
     as a whole."""
-    (plan,) = _plans(config, layers(config)[number : number + 1], Sizes.of(config), device, _selected(config))
-    return list(plan.items())
+    return list(_Plans(config, device)(layers(config)[number], _selected(config)).items())
 
 
-def peak_extra(config: Config, device: torch.device) -> Activation:
-    """Returns the largest of what backward adds for a while: the logits' gradient, or what it computes again."""
-    sizes = Sizes.of(config)
-    logits = sizes.tokens * config.model.padded_vocab_size * sizes.element
-    candidates = [Activation("loss", "gradient of the logits", logits)]
-    if recomputed := _recomputed_layers(config):
-        unit = 1 if config.train.recompute_method == "block" else config.train.recompute_num_layers
-        whole = [_bytes(plan) for plan in _plans(config, layers(config)[:recomputed], sizes, device, ())]
-        units = [sum(whole[start : start + unit]) for start in range(0, recomputed, unit)]
-        candidates.append(Activation("layers", "one recomputed unit", max(units)))
-    elif modules := _selected(config):
-        plans = (_plans(config, layers(config), sizes, device, m) for m in ((), modules))
-        again = max(_bytes(whole) - _bytes(kept) for whole, kept in zip(*plans, strict=True))
-        candidates.append(Activation("layers", "recomputed parts of a layer", again))
-    return max(candidates, key=lambda a: a.bytes)
+def chunk_phases(config: Config, chunk: Stage, device: torch.device) -> list[Phase]:
+    """Returns the phases of a stage of the model, in the order of the forward pass."""
+    sizes, m, plans = Sizes.of(config), config.model, _Plans(config, device)
+    phases = [Phase(tuple(_inputs(config, sizes, chunk)))]
+    own = [LayerShape(f"layers.{number}", m.moe_layers[number]) for number in chunk.layers]
+    recomputed, unit = _recomputed_layers(config, len(own)), _unit(config)
+    for start in range(0, recomputed, unit):
+        members = own[start : min(start + unit, recomputed)]
+        phases.append(_recomputed_unit("layers", plans, members, sizes))
+    for layer in own[recomputed:]:
+        phases.extend(_layer_phases(plans, layer, _selected(config)))
+    if chunk.loss:
+        phases.append(_head_phase(config, sizes))
+        for layer in (layer for layer in layers(config) if layer.name.startswith("mtp.")):
+            phases.extend(_prediction(config, plans, layer, sizes))
+    return phases
+
+
+def _inputs(config: Config, s: Sizes, chunk: Stage) -> Iterator[Activation]:
+    m = config.model
+    if chunk.embedding:
+        yield Activation("embedding", "token ids", s.tokens * IDS_BYTES)
+    if m.position_embedding_type == "rope":
+        turned = m.qk_pos_emb_head_dim if m.multi_latent_attention else int(m.kv_channels * m.rotary_percent)
+        yield Activation("rotation", "cosines and sines", 4 * s.tokens * turned)
+
+
+def peak_of(phases: Iterable[Phase]) -> tuple[int, str]:
+    """Returns the most bytes that a microbatch's backward holds, and what holds them beside what forward kept."""
+    held, most = 0, (0, "gradients")
+    for phase in phases:
+        held += phase.bytes
+        most = max(most, (held + phase.again + phase.backward, phase.what))
+    return most
 
 
 def by_module(items: Iterable[Activation]) -> list[Activation]:
@@ -97,61 +128,92 @@ def by_module(items: Iterable[Activation]) -> list[Activation]:
     return [Activation(module, what, total) for (module, what), total in sums.items()]
 
 
-def _recomputed_layers(config: Config) -> int:
-    """How many layers, from the first, are recomputed whole."""
+def _recomputed_layers(config: Config, own: int) -> int:
+    """How many of a stage's layers, from the first, are recomputed whole."""
     train = config.train
     if train.recompute_granularity != "full":
         return 0
-    if train.recompute_method == "block":
-        return min(train.recompute_num_layers, config.model.num_layers)
-    return config.model.num_layers
+    return min(train.recompute_num_layers or 1, own) if train.recompute_method == "block" else own
+
+
+def _unit(config: Config) -> int:
+    return 1 if config.train.recompute_method == "block" else config.train.recompute_num_layers or 1
 
 
 def _selected(config: Config) -> tuple[str, ...]:
     """The parts of a layer that selective recomputation computes again."""
     train = config.train
-    return train.recompute_modules if train.recompute_granularity == "selective" else ()
+    return train.recompute_modules or () if train.recompute_granularity == "selective" else ()
 
 
-def _in_prediction(layer: LayerShape) -> bool:
-    return layer.name.startswith("mtp.")
+class _Plans:
+    """Called with a layer, and what is recomputed of it: its plan. Like layers share one."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config, self.device, self.sizes = config, device, Sizes.of(config)
+        self.recipe_of = policy.from_config(config)
+        self._phases: dict[tuple, list[Phase]] = {}
+
+    def __call__(self, layer: LayerShape, recomputed: tuple[str, ...] = ()) -> LayerPlan:
+        store = self.config.fp8.activation_func_fp8_input_store
+        return LayerPlan(layer, self.sizes, self.recipe_of, self.device, recomputed, store)
+
+    def phases(self, layer: LayerShape, recomputed: tuple[str, ...], make: Callable[[], list[Phase]]) -> list[Phase]:
+        parts = (shape.part.replace("*", "0") for shape in layer_linears(self.config.model, experts=layer.experts))
+        key = (layer.experts, recomputed, *(self.recipe_of(f"{layer.name}.{part}") for part in parts))
+        if key not in self._phases:
+            self._phases[key] = make()
+        return self._phases[key]
 
 
-def _plans(
-    config: Config, chosen: list[LayerShape], sizes: Sizes, device: torch.device, recomputed: tuple[str, ...]
-) -> list[LayerPlan]:
-    recipe_of = policy.from_config(config)
-    store = config.fp8.activation_func_fp8_input_store
-    return [LayerPlan(layer, sizes, recipe_of, device, recomputed, store) for layer in chosen]
+def _layer_phases(plans: _Plans, layer: LayerShape, recomputed: tuple[str, ...] = ()) -> list[Phase]:
+    return plans.phases(layer, recomputed, lambda: list(_parts_of_layer(plans, layer, recomputed)))
 
 
-def _bytes(plan: LayerPlan) -> int:
-    return sum(item.bytes for item in plan.items())
+def _parts_of_layer(plans: _Plans, layer: LayerShape, recomputed: tuple[str, ...]) -> Iterator[Phase]:
+    whole, kept = plans(layer), plans(layer, recomputed)
+    for part in PARTS:
+        all_of_it, own = ([a for a in plan.items() if part_of(a.module) == part] for plan in (whole, kept))
+        again = max(0, sum(a.bytes for a in all_of_it) - sum(a.bytes for a in own))
+        what = "gradients in a layer" if not again else "a layer's parts made again, gradients"
+        yield Phase(tuple(own), again, backward_bytes(whole, part), what)
 
 
-def _head(config: Config, s: Sizes) -> list[Activation]:
-    logits = s.tokens * config.model.padded_vocab_size * s.element
-    return [
-        Activation("final_norm", "input", s.norm(s.tokens, s.model.hidden_size)),
-        Activation("lm_head", "input", s.stream),
-        Activation("loss", "logits", logits + LOSS_BYTES * s.tokens),
-    ]
+def _recomputed_unit(name: str, plans: _Plans, members: list[LayerShape], sizes: Sizes) -> Phase:
+    """Layers that backward runs again together; their inputs are the residual stream."""
+    most, _ = peak_of(phase for layer in members for phase in _layer_phases(plans, layer))
+    held = Activation(name, "input of recomputed units", sizes.stream)
+    return Phase((held,), again=most, what="one unit of layers made again, gradients")
 
 
-def _prediction(config: Config, plan: LayerPlan) -> list[Activation]:
+def _head_phase(config: Config, s: Sizes, prefix: str = "") -> Phase:
+    logits = s.tokens * (config.model.padded_vocab_size // s.tp) * s.element
+    kept = (
+        Activation(f"{prefix}final_norm", "input", s.norm(s.stream_tokens, s.model.hidden_size)),
+        Activation(f"{prefix}lm_head", "input", s.stream),
+        Activation(f"{prefix}loss", "logits", logits + LOSS_BYTES * s.tokens),
+    )
+    return Phase(kept, backward=loss_bytes(s), what="gradient of the logits")
+
+
+def _prediction(config: Config, plans: _Plans, layer: LayerShape, s: Sizes) -> Iterator[Phase]:
     """A depth of multi-token prediction. The hidden states that it reads are the LM head's input before it."""
-    s = plan.sizes
-    norms = s.norm(s.tokens, s.model.hidden_size) + 4 * s.statistics * s.tokens
+    rows = s.stream_tokens
+    norms = s.norm(rows, s.model.hidden_size) + 4 * s.statistics * rows
     if s.norm_input != s.element:  # a copy of the LM head's input
-        norms += s.tokens * s.model.hidden_size * s.norm_input
+        norms += rows * s.model.hidden_size * s.norm_input
+    yield Phase(
+        (
+            Activation("mtp", "token ids", s.tokens * IDS_BYTES),
+            Activation("mtp.norms", "embedding and statistics", norms),
+            Activation("mtp.eh_proj", "input", 2 * s.stream),
+        ),
+        backward=4 * s.stream,
+    )
     if config.train.recompute_granularity == "full" and config.train.recompute_method == "uniform":
-        layer = [Activation("mtp.layer", "input", s.stream)]
+        yield _recomputed_unit("mtp.layer", plans, [layer], s)
     else:
-        layer = [Activation(f"mtp.layer.{a.module}", a.what, a.bytes) for a in plan.items()]
-    return [
-        Activation("mtp", "token ids", s.tokens * IDS_BYTES),
-        Activation("mtp.norms", "embedding and statistics", norms),
-        Activation("mtp.eh_proj", "input", 2 * s.stream),
-        *layer,
-        *(Activation(f"mtp.{a.module}", a.what, a.bytes) for a in _head(config, s)),
-    ]
+        for phase in _layer_phases(plans, layer, _selected(config)):
+            named = tuple(Activation(f"mtp.layer.{a.module}", a.what, a.bytes) for a in phase.kept)
+            yield Phase(named, phase.again, phase.backward, phase.what)
+    yield _head_phase(config, s, "mtp.")

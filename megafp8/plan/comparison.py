@@ -12,7 +12,7 @@ from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext
 from megafp8.params import specs_in_order
 from megafp8.plan.memory import MemoryPlan, plan_memory
-from megafp8.plan.shapes import parameters
+from megafp8.plan.rank_parameters import rank_parameters
 from megafp8.step import StepContext
 
 RECIPES = {
@@ -68,8 +68,9 @@ def variants(config: Config) -> dict[str, Config]:
 
 
 def comparison_lines(config: Config, device: str = "cpu") -> list[str]:
-    """A table: bytes a parameter of weights, FP8 copies, gradients and optimizer in each precision."""
-    numel = sum(p.numel for p in parameters(config))
+    """A table: bytes a parameter of weights, FP8 copies, gradients and optimizer in each precision, on a rank of the
+    first pipeline stage."""
+    numel = sum(p.numel for p in rank_parameters(config))
     lines = [
         f"{'bytes a parameter':<36}{'weights':>9}{'copies':>9}{'grads':>9}{'optimizer':>11}{'sum':>9}{'of BF16':>9}"
     ]
@@ -77,10 +78,10 @@ def comparison_lines(config: Config, device: str = "cpu") -> list[str]:
     for name, variant in variants(config).items():
         plan = plan_memory(variant, device)
         parts = [plan.weights, plan.fp8_copies, plan.main_grads, plan.masters + plan.moments]
-        reference = plan.static if reference is None else reference
+        reference = sum(parts) if reference is None else reference
         w, c, g, o = (part / numel for part in parts)
-        total = plan.static / numel
-        lines.append(f"{name:<36}{w:9.3f}{c:9.3f}{g:9.3f}{o:11.3f}{total:9.3f}{plan.static / reference:9.4f}")
+        total = sum(parts) / numel
+        lines.append(f"{name:<36}{w:9.3f}{c:9.3f}{g:9.3f}{o:11.3f}{total:9.3f}{sum(parts) / reference:9.4f}")
     return lines
 
 

@@ -1,54 +1,78 @@
 """Estimated memory of one rank, in bytes, from the configuration alone.
 
-What stays through a step, n being a parameter's elements and e the bytes of the compute dtype (BF16 2, FP32 4):
+What stays through a step, n being the elements of the rank's parameters and e the bytes of the compute dtype (BF16 2,
+FP32 4):
 
-    weights           n e
-    main gradients    4 n     FP32, each parameter's place in the flat buffer rounded up to 64 elements
+    weights           n e     laid out as the gradients
+    main gradients    4 n     FP32, each parameter's place in the flat buffer rounded up to 64 elements, each bucket to
+                              equal shards of such
     masters           4 n     FP32, laid out alike; 2 n with --store-param-remainders
     moments           8 n     two in FP32, laid out alike; in BF16 2 n each, in FP8 (1 + 5/64) n
     FP8 copies        a byte an element and the scales, rowwise and transposed, of each FP8 weight
+    workspaces        cuBLAS's, of the thread that runs forward and of autograd's; the fused update's tables
 
 With --use-distributed-optimizer masters and moments are divided by the ranks that hold the same parameter. With
 --fp8-param-gather an FP8 weight is a byte an element and its scales (twice under 1D tiles, which differ by direction),
 and of its copies only the transposed one is left.
 
-and what a microbatch of T tokens adds until its backward, by module (`activations`). Left out: workspaces of
-libraries, fragmentation, the CUDA context (about 0.5 GiB), and buffers shorter than a layer's forward.
+Which parameters a rank holds is `rank_parameters`; what microbatches add until their backward, by module, is
+`activations`, how many there are at once the schedule's (`in_flight`), and what comes and goes on top `transients`.
+In a pipeline, messages: a stage's input on its way, and its output and a gradient that wait to be taken.
+
+Left out: what isn't allocated through PyTorch (the CUDA context, kernels, NCCL's buffers), and fragmentation.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from megafp8.config import Config
-from megafp8.config.parallel import layout_sizes
 from megafp8.fp8 import gemm
-from megafp8.fp8.primary import orientations
-from megafp8.optimizer.groups import precision_of
-from megafp8.optimizer.layout import BufferLayout, Entry, Group, plan_layouts
-from megafp8.plan.activations import Activation, activations, peak_extra, quantized_bytes
-from megafp8.plan.shapes import LinearShape, linears, parameters
+from megafp8.fp8.feature_grid import FeatureGrid
+from megafp8.fp8.formats import Scale
+from megafp8.fp8.primary import orientations, scale_shape
+from megafp8.optimizer.layout import ALIGNMENT, BufferLayout
+from megafp8.parallel import Axis
+from megafp8.plan.activations import Activation, activations, quantized_bytes
+from megafp8.plan.in_flight import InFlight, in_flight
+from megafp8.plan.rank_parameters import COLUMN, ROW, RankParameter, rank_layouts, rank_parameters
+from megafp8.plan.sizes import Sizes
+
+CUBLAS_WORKSPACE = 32 << 20
+"""PyTorch's workspace of cuBLAS and cuBLASLt, for a thread's handle and a stream, on Hopper and later."""
+TABLE_BYTES, PROGRAM_ELEMENTS = 8, 16 * 64
+"""The fused update has a table of two int32 for each program, of 16 chunks of 64 elements."""
+NORM_BYTES = 8 / 64
+"""Of an element: the gradient norm has an FP64 sum for every 64."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank, by owner. activations: held for backward by one microbatch; extra: the largest of what
-    comes and goes on top of them (the logits' gradient, or layers that are being recomputed)."""
+    """Bytes of one rank, by owner. activations: held for backward by one microbatch, through all of the rank's stages.
+
+    in_flight: held by `pairs` of microbatch and stage at the moment of the peak. extra: what comes and goes then.
+    messages: hidden states on their way from and to other stages.
+    """
 
     weights: int
     main_grads: int
     masters: int
     moments: int
     fp8_copies: int
+    workspaces: int
     activations: tuple[Activation, ...]
+    in_flight: int
+    pairs: int
     extra: Activation
+    messages: int = 0
 
     @property
     def static(self) -> int:
         """Bytes that stay through the whole step."""
-        return self.weights + self.main_grads + self.masters + self.moments + self.fp8_copies
+        return self.weights + self.main_grads + self.masters + self.moments + self.fp8_copies + self.workspaces
 
     @property
     def held(self) -> int:
@@ -58,75 +82,119 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """The estimated peak."""
-        return self.static + self.held + self.extra.bytes
+        return self.static + self.in_flight + self.messages + self.extra.bytes
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """What adds up to the peak, in words."""
+        return {
+            "weights": self.weights,
+            "main gradients (fp32)": self.main_grads,
+            "master weights": self.masters,
+            "Adam moments": self.moments,
+            "FP8 copies of weights": self.fp8_copies,
+            "workspaces and tables": self.workspaces,
+            "activations": self.in_flight,
+            "messages between stages": self.messages,
+            "temporaries": self.extra.bytes,
+        }
 
 
-def plan_memory(config: Config, device: torch.device | str = "cpu") -> MemoryPlan:
-    """Returns the memory of one rank that trains the configuration on `device`.
+def plan_memory(config: Config, device: torch.device | str = "cpu", stage: int = 0) -> MemoryPlan:
+    """Returns the memory of a rank of pipeline rank `stage` that trains the configuration on `device`.
+
+    Of the stage's ranks it is the first; others have the same, but for the padding of an uneven cut.
 
     Args:
         config: resolved, with the vocabulary known (`with_vocab_size`).
         device: whose GEMMs decide on orientations; nothing is allocated there.
     """
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
-    layouts = buffer_layouts(config)
+    device = torch.device(device)
+    layouts, parameters = rank_layouts(config, stage), rank_parameters(config, stage)
     elements = sum(layout.numel for layout in layouts)
     held = [(layout.numel // layout.shards, layout.precision) for layout in layouts]
-    primary = primary_weights(config)
-    plain = sum(p.numel for p in parameters(config) if p.name not in primary)
+    primary = {p.name: p for p in parameters if config.fp8.fp8_param_gather and p.recipe is not None}
+    peak = _or_update(config, layouts, in_flight(config, stage, device))
     return MemoryPlan(
-        weights=plain * dtype.itemsize + sum(primary.values()),
+        weights=sum(_weights(layout, primary) for layout in layouts),
         main_grads=4 * elements,
         masters=int(sum(n * precision.master_bytes for n, precision in held)),
         moments=int(sum(n * precision.moment_bytes for n, precision in held)),
-        fp8_copies=fp8_copies(config, torch.device(device)),
-        activations=tuple(activations(config, torch.device(device))),
-        extra=peak_extra(config, torch.device(device)),
+        fp8_copies=sum(copies_bytes(config, p, device) for p in parameters if p.recipe is not None),
+        workspaces=_workspaces(config) + sum(_tables(layout, primary) for layout in layouts),
+        activations=tuple(activations(config, device, stage)),
+        in_flight=peak.held,
+        pairs=peak.pairs,
+        extra=peak.extra,
+        messages=_messages(config) if peak.held else 0,
     )
 
 
-def buffer_layouts(config: Config) -> tuple[BufferLayout, ...]:
-    """Returns the layouts of the optimizer's flat buffers, alignment included, as one bucket each."""
-    dtype, primary = torch.bfloat16 if config.train.bf16 else torch.float32, primary_weights(config)
-    sizes = layout_sizes(config.parallel)
-    shards = (sizes["dp"] * sizes["cp"], sizes["edp"]) if config.optimizer.use_distributed_optimizer else (1, 1)
-    entries = (
-        Entry(
-            p.name,
-            p.numel,
-            torch.uint8 if p.name in primary else dtype,
-            p.expert,
-            Group(p.decay),
-            precision=precision_of(p.name, p.shape, config),
-        )
-        for p in parameters(config)
-    )
-    return plan_layouts(entries, shards=shards[0], expert_shards=shards[1])
+def plan_stages(config: Config, device: torch.device | str = "cpu") -> list[MemoryPlan]:
+    """Returns the memory of a rank of every pipeline rank, in order."""
+    return [plan_memory(config, device, stage) for stage in range(config.parallel.pipeline_model_parallel_size)]
 
 
-def primary_weights(config: Config) -> dict[str, int]:
-    """Returns the bytes of each FP8 primary weight, by the parameter's name; none without --fp8-param-gather."""
-    if not config.fp8.fp8_param_gather:
-        return {}
-    return {
-        f"{linear.name}.weight": sum(
-            _operand_bytes(linear, orientation) for orientation in orientations(linear.recipe.quantizer("weight"))
-        )
-        for linear in linears(config)
-        if linear.recipe is not None
-    }
+def _or_update(config: Config, layouts: tuple[BufferLayout, ...], peak: InFlight) -> InFlight:
+    """The peak of forward and backward, or where it is larger that of the reduction or of the update after them."""
+    sent = 0
+    if (
+        config.parallel.grad_reduce_in_bf16
+        and config.parallel.data_parallel_size * config.parallel.context_parallel_size > 1
+    ):
+        sent = sum(2 * layout.numel + 2 * layout.numel // layout.shards for layout in layouts)
+    norm = int(sum(layout.numel // layout.shards for layout in layouts) * NORM_BYTES)
+    later = max(Activation("reduction", "gradients in BF16", sent), Activation("update", "gradient norm", norm),
+                key=lambda a: a.bytes)  # fmt: skip
+    if later.bytes <= peak.held + peak.extra.bytes:
+        return peak
+    return InFlight(0, 0, later, peak.microbatches)
 
 
-def fp8_copies(config: Config, device: torch.device) -> int:
-    """Returns the bytes of the FP8 weight copies that forward and backward keep until the next update."""
+def _workspaces(config: Config) -> int:
+    """Of the thread that runs forward and of autograd's, each with a handle of its own; the CPU has none."""
+    return 0 if config.train.device == "cpu" else 2 * CUBLAS_WORKSPACE
+
+
+def _messages(config: Config) -> int:
+    """The next action's input on its way, and an output and a gradient that wait to be taken."""
+    return 3 * Sizes.of(config).stream if config.parallel.pipeline_model_parallel_size > 1 else 0
+
+
+def _tables(layout: BufferLayout, primary: dict[str, RankParameter]) -> int:
+    """Of the fused update. FP8 primary weights have a program for a tile, which is larger."""
+    if any(slot.name in primary for slot in layout.slots):
+        return 0
+    return TABLE_BYTES * math.ceil(layout.numel / layout.shards / PROGRAM_ELEMENTS)
+
+
+def _weights(layout: BufferLayout, primary: dict[str, RankParameter]) -> int:
+    """Bytes of a buffer of weights; of FP8 primary ones in each orientation stored, with their scales."""
+    held = [primary[slot.name] for slot in layout.slots if slot.name in primary]
+    if not held:
+        return layout.numel * layout.dtype.itemsize
+    quantizer = held[0].recipe.quantizer("weight")
+    found = orientations(quantizer)
+    shapes = (scale_shape(quantizer, p.shape, orientation) for p in held for orientation in found)
+    scales = sum(math.ceil(math.prod(shape) / ALIGNMENT) * ALIGNMENT for shape in shapes)
+    return len(found) * layout.numel + scales * (1 if quantizer.spec.scale is Scale.E8M0 else 4)
+
+
+def copies_bytes(config: Config, p: RankParameter, device: torch.device) -> int:
+    """Bytes of the FP8 copies of a weight that forward and backward keep until the next update."""
     free = {"rowwise"} if config.fp8.fp8_param_gather else set()  # the stored bytes themselves
-    return sum(
-        _operand_bytes(linear, orientation)
-        for linear in linears(config)
-        if linear.recipe is not None
-        for orientation in set(gemm.needs(linear.recipe, "weight", device).values()) - free
-    )
+    wanted = set(gemm.needs(p.recipe, "weight", device).values()) - free
+    return sum(quantized_bytes(p.recipe, "weight", _padded(config, p), orientation) for orientation in wanted)
 
 
-def _operand_bytes(linear: LinearShape, orientation: str) -> int:
-    return quantized_bytes(linear.recipe, "weight", (linear.out_features, linear.in_features), orientation)
+def _padded(config: Config, p: RankParameter) -> tuple[int, int]:
+    """The shape of a weight's FP8 copies: padded to whole tiles where tensor parallelism cuts through them."""
+    block, kind = p.recipe.quantizer("weight").spec.tile.block, p.name.split(".")[-2]
+    ranks = config.parallel.expert_tensor_parallel_size if p.expert else config.parallel.tensor_model_parallel_size
+    if not block or ranks in (None, 1) or kind not in COLUMN + ROW:
+        return p.shape
+    dim, parts = (0, 2 if kind == "fc1" and config.model.swiglu else 1) if kind in COLUMN else (1, 1)
+    grid = FeatureGrid(parts, p.shape[dim] * ranks // parts, Axis(ranks), block)
+    if grid.aligned:
+        return p.shape
+    return (grid.width, p.shape[1]) if dim == 0 else (p.shape[0], grid.width)

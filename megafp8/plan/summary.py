@@ -13,10 +13,12 @@ from megafp8.data import build_tokenizer
 from megafp8.fp8 import Recipe
 from megafp8.plan.activations import by_module
 from megafp8.plan.flops import attention_flops_per_token, linear_flops_per_token, training_flops_per_token
-from megafp8.plan.memory import MemoryPlan, plan_memory
+from megafp8.plan.memory import MemoryPlan, plan_stages
 from megafp8.plan.shapes import LinearShape, ParameterShape, active_parameter_count, linears, parameters
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+LATER = ("activations", "temporaries")
+"""Owners with lines of their own below the others."""
 EXPERT, LAYER = r"(.*\.experts\.)(\d+)(\..*)", r"(layers\.|mtp\.)(\d+)(\..*)"
 
 
@@ -102,24 +104,36 @@ def parameter_lines(config: Config) -> list[str]:
     return lines
 
 
-def memory_lines(config: Config, plan: MemoryPlan | None = None) -> list[str]:
-    """Returns the table of a rank's memory, in MiB."""
-    plan = plan_memory(config) if plan is None else plan
-    static = {
-        "weights": plan.weights,
-        "main gradients (fp32)": plan.main_grads,
-        "master weights": plan.masters,
-        "Adam moments": plan.moments,
-        "FP8 copies of weights": plan.fp8_copies,
-    }
-    lines = [_row(label, value) for label, value in static.items()]
+def memory_lines(config: Config, plans: list[MemoryPlan] | None = None) -> list[str]:
+    """Returns the table of a rank's memory, in MiB: in a pipeline of all stages, then of the one that needs most."""
+    plans = plan_stages(config) if plans is None else plans
+    stage = max(range(len(plans)), key=lambda number: plans[number].total)
+    lines = stage_memory_lines(plans) + [f"stage {stage}, the largest:"] if len(plans) > 1 else []
+    return lines + _owner_lines(config, plans[stage])
+
+
+def stage_memory_lines(plans: list[MemoryPlan]) -> list[str]:
+    """Returns a line for each pipeline rank, in GiB. held: pairs of microbatch and virtual stage in flight."""
+    lines = [f"{'stage':>5}{'weights':>10}{'grads':>9}{'optimizer':>11}{'copies':>9}{'activations':>13}{'held':>6}"
+             f"{'temporary':>11}{'total GiB':>11}"]  # fmt: skip
+    for number, p in enumerate(plans):
+        parts = [p.weights, p.main_grads, p.masters + p.moments, p.fp8_copies, p.in_flight]
+        w, g, o, c, a, t = (size / GIB for size in (*parts, p.extra.bytes + p.messages + p.workspaces))
+        total = p.total / GIB
+        lines.append(f"{number:>5}{w:>10.2f}{g:>9.2f}{o:>11.2f}{c:>9.2f}{a:>13.2f}{p.pairs:>6}{t:>11.2f}{total:>11.2f}")
+    return lines
+
+
+def _owner_lines(config: Config, plan: MemoryPlan) -> list[str]:
     tokens = config.train.micro_batch_size * config.data.seq_length
+    lines = [_row(label, size) for label, size in plan.owners.items() if size and label not in LATER]
     lines.append(f"activations of one microbatch ({tokens:,} tokens):")
-    for item in by_module(plan.activations):
-        lines.append(_row(f"  {item.module}: {item.what}", item.bytes))
+    lines += [_row(f"  {a.module}: {a.what}", a.bytes) for a in by_module(plan.activations) if a.bytes]
+    shown = "" if plan.pairs == 1 else f", {plan.pairs} microbatches x stages"
+    lines.append(_row(f"held at the peak{shown}", plan.in_flight))
     lines.append(_row(f"largest short-lived: {plan.extra.what}", plan.extra.bytes))
     lines.append(_row("total", plan.total))
-    lines.append("not counted: libraries' workspaces, fragmentation, the CUDA context")
+    lines.append("not counted: the CUDA context, NCCL's buffers, fragmentation")
     return lines
 
 

@@ -10,9 +10,9 @@ from tests.plan.variants import VARIANTS
 
 @pytest.fixture
 def make() -> Callable[..., Config]:
-    """make(variant, **values): a small model of that kind whose vocabulary of 257 tokens is known."""
+    """make(variant, world_size=1, **values): a small model of that kind whose vocabulary of 257 tokens is known."""
 
-    def run(variant: str = "gpt2", **values) -> Config:
+    def run(variant: str = "gpt2", world_size: int = 1, **values) -> Config:
         small = {
             "num_layers": 3,
             "hidden_size": 64,
@@ -26,6 +26,7 @@ def make() -> Callable[..., Config]:
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         }
-        return with_vocab_size(build_config(env={}, **small | VARIANTS[variant] | values), 257)
+        env = {"WORLD_SIZE": str(world_size)}
+        return with_vocab_size(build_config(env=env, **small | VARIANTS[variant] | values), 257)
 
     return run

@@ -99,6 +99,14 @@ def test_activations_are_what_autograd_keeps(make, case):
     assert plan_memory(config).held == pytest.approx(held_for_backward(model, config), rel=0.02)
 
 
+def weight_bytes(model: GPTModel) -> int:
+    """Bytes of the distinct storages that the weights lie in, FP8 primary ones with their scales."""
+    owners = [p.owner.primary for p in model.parameters() if getattr(getattr(p, "owner", None), "primary", None)]
+    params = [p for p in model.parameters() if getattr(getattr(p, "owner", None), "primary", None) is None]
+    stored = [t for owner in owners for t in (*owner.data.values(), *owner.scale_inv.values())]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in params + stored}.values())
+
+
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
 @pytest.mark.parametrize("values", [{}, BLOCKWISE], ids=["fp32", "fp8"])
 def test_static_memory_is_what_model_and_optimizer_hold(make, variant, values):
@@ -106,7 +114,7 @@ def test_static_memory_is_what_model_and_optimizer_hold(make, variant, values):
     model = build_model(config, ParallelContext(), "cpu")
     optimizer = build_optimizer(named_specs(model), config, ParallelContext())
     plan = plan_memory(config)
-    assert plan.weights == sum(p.nbytes for p in model.parameters())
+    assert plan.weights == weight_bytes(model)
     assert plan.main_grads == sum(flat.nbytes for flat in optimizer.grads.state.flats)
     assert plan.masters == sum(flat.nbytes for flat in optimizer.masters.flats)
     assert plan.moments == sum(f.nbytes for s in (optimizer.exp_avg, optimizer.exp_avg_sq) for f in s.flats)
@@ -132,15 +140,14 @@ PRIMARY = {"use_distributed_optimizer": True, "fp8_param_gather": True}
 def test_static_memory_of_fp8_primary_weights_in_shards(make, recipe, world):
     name, _, tile = recipe.partition(" ")
     values = {"fp8_recipe": name, "fp8_weight_tile": tile or None} if tile else {"fp8_recipe": name}
-    config = make("llama", **BLOCKWISE | PRIMARY | values).replace(world_size=world, data_parallel_size=world)
+    config = make("llama", world_size=world, **BLOCKWISE | PRIMARY | values)
     with fake_parallel(config) as parallel:
         model = build_model(config, parallel, "cpu")
         optimizer = build_optimizer(named_specs(model), config, parallel)
         plan = plan_memory(config)
     owners = [p.owner for p in model.parameters() if getattr(getattr(p, "owner", None), "primary", None)]
-    params = [p for p in model.parameters() if getattr(p, "owner", None) not in owners]
-    stored = [t for owner in owners for t in (*owner.primary.data.values(), *owner.primary.scale_inv.values())]
-    assert plan.weights == sum(t.nbytes for t in params + stored)
+    assert owners
+    assert plan.weights == weight_bytes(model)
     assert plan.main_grads == sum(flat.nbytes for flat in optimizer.grads.state.flats)
     assert plan.masters == sum(flat.nbytes for flat in optimizer.masters.flats)
     assert plan.moments == sum(f.nbytes for s in (optimizer.exp_avg, optimizer.exp_avg_sq) for f in s.flats)
@@ -190,7 +197,7 @@ def test_llama_8b_layer(make):
 
     def layer_mib(**values):
         items = by_module(plan_memory(make("llama", **sizes, **values)).activations)
-        outside = ("embedding", "final_norm", "lm_head", "loss")
+        outside = ("embedding", "rotation", "final_norm", "lm_head", "loss")
         return sum(a.bytes for a in items if a.module not in outside) / 2**20
 
     assert layer_mib(bf16=True) == pytest.approx(1088, abs=2)
@@ -199,9 +206,10 @@ def test_llama_8b_layer(make):
 
 def test_total_is_the_sum(make):
     plan = plan_memory(make("llama", **BLOCKWISE))
-    parts = plan.weights + plan.main_grads + plan.masters + plan.moments + plan.fp8_copies
+    parts = plan.weights + plan.main_grads + plan.masters + plan.moments + plan.fp8_copies + plan.workspaces
     assert plan.static == parts
-    assert plan.total == parts + sum(a.bytes for a in plan.activations) + plan.extra.bytes
+    assert plan.total == sum(plan.owners.values()) == parts + plan.in_flight + plan.extra.bytes
+    assert plan.in_flight == plan.held + 20 * 64, "labels, masks and positions of 64 tokens"
 
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "optimizer.md"

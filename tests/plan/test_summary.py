@@ -59,8 +59,22 @@ def test_parameters_and_padding(make):
 
 def test_memory_table_adds_up(make):
     lines = memory_lines(make("llama", **FP8))
-    numbers = [float(line.split()[-2].replace(",", "")) for line in lines if line.endswith("MiB")]
-    assert sum(numbers[:-1]) == pytest.approx(numbers[-1], abs=0.05 * len(numbers))
+    rows = [(line, float(line.split()[-2].replace(",", ""))) for line in lines if line.endswith("MiB")]
+    owners = [number for line, number in rows if not line.startswith(" ")]
+    assert sum(owners[:-1]) == pytest.approx(owners[-1], abs=0.05 * len(owners))
+    by_module = [number for line, number in rows if line.startswith("  ")]
+    held = next(number for line, number in rows if line.startswith("held at the peak"))
+    assert sum(by_module) == pytest.approx(held, abs=0.05 * len(by_module))
+
+
+def test_memory_of_every_stage(make):
+    """In a pipeline a line a stage, and the details of the one that needs most."""
+    values = {"num_layers": 8, "pipeline_model_parallel_size": 4, "global_batch_size": 32, "world_size": 4}
+    lines = memory_lines(make("llama", **FP8 | values))
+    stages = [line.split() for line in lines[1:5]]
+    assert [(row[0], row[6]) for row in stages] == [("0", "4"), ("1", "3"), ("2", "2"), ("3", "1")]
+    assert lines[5] == "stage 0, the largest:"
+    assert any(line.startswith("held at the peak, 4 microbatches x stages") for line in lines)
 
 
 def test_whole_report(make):

@@ -12,7 +12,7 @@ a pipeline has its bits. Messages between two stages are sent in the order in wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,15 +71,21 @@ def build_schedule(name: str, ranks: int, chunks: int, microbatches: int, *, gro
         group: least number of microbatches that go through one chunk before the next chunk's turn, `ranks` by
             default. What doesn't fill a round is spread over the others: a small last round would stand still.
     """
+    lists = (rank_actions(name, rank, ranks, chunks, microbatches, group=group) for rank in range(ranks))
+    return Schedule(name, ranks, chunks, microbatches, tuple(lists))
+
+
+def rank_actions(
+    name: str, rank: int, ranks: int, chunks: int, microbatches: int, *, group: int | None = None
+) -> tuple[Action, ...]:
+    """One rank's actions of `build_schedule`, which has the arguments."""
     assert name in SCHEDULES, name
     assert min(ranks, chunks, microbatches) >= 1, (ranks, chunks, microbatches)
     if name == GPIPE:
-        actions = _gpipe(chunks, microbatches)
-        return Schedule(name, ranks, chunks, microbatches, (actions,) * ranks)
+        return _gpipe(chunks, microbatches)
     rounds = max(1, microbatches // max(group or 0, ranks)) if chunks > 1 else 1
     size = -(-microbatches // rounds)
-    lists = (_alternating(rank, ranks, chunks, microbatches, size, name == ZERO_BUBBLE) for rank in range(ranks))
-    return Schedule(name, ranks, chunks, microbatches, tuple(tuple(actions) for actions in lists))
+    return tuple(_alternating(rank, ranks, chunks, microbatches, size, name == ZERO_BUBBLE))
 
 
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
@@ -173,8 +179,12 @@ class Timeline:
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / len(self.ranks)
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
-    """Runs a schedule on paper. Raises ValueError where it can't go on: an action waits for one that never comes."""
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] = Costs()) -> Timeline:
+    """Runs a schedule on paper. Raises ValueError where it can't go on: an action waits for one that never comes.
+
+    costs: of every stage, or of each in order; a message's are the first one's.
+    """
+    costs = [costs] * schedule.stages if isinstance(costs, Costs) else costs
     done: dict[tuple[str, int, int], float] = {}  # (F or B, stage, microbatch) -> when it ended
     clock, next_one = [0.0] * schedule.ranks, [0] * schedule.ranks
     timed: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
@@ -183,14 +193,15 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
         for rank, actions in enumerate(schedule.actions):
             while next_one[rank] < len(actions):
                 action = actions[next_one[rank]]
-                ready = _ready(schedule, rank, action, done.get, costs.message)
+                ready = _ready(schedule, rank, action, done.get, costs[0].message)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
-                clock[rank] = start + costs.of(action.kind)
+                stage = schedule.stage(rank, action.chunk)
+                clock[rank] = start + costs[stage].of(action.kind)
                 timed[rank].append(Timed(action, start, clock[rank]))
                 half = {Kind.FORWARD: "F", Kind.WEIGHT: "W"}.get(action.kind, "B")
-                done[half, schedule.stage(rank, action.chunk), action.microbatch] = clock[rank]
+                done[half, stage, action.microbatch] = clock[rank]
                 next_one[rank] += 1
                 progress = True
         if not progress:
