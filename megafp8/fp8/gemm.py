@@ -39,18 +39,20 @@ _ALONG_K = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity: there is one a device, and many questions to a cache
 class Capability:
     """What a device's FP8 tensor cores can do. The CPU stands for Hopper, so that it runs what GPUs run.
 
     cublaslt: FP8 GEMMs of cuBLASLt. triton: what the project's kernels need (TMA). any_layout: tensorwise operands need
     not be K-major. native_mxfp8: block-scaled tensor cores, which run blockwise with power-of-two scales as well.
+    name: of the device, as `torch.cuda.get_device_name` says.
     """
 
     cublaslt: bool = False
     triton: bool = False
     any_layout: bool = False
     native_mxfp8: bool = False
+    name: str = ""
 
 
 @cache
@@ -58,9 +60,9 @@ def capability(device: torch.device) -> Capability:
     """Capability of `device` (asked once a device)."""
     if device.type != "cuda":
         return Capability()
-    sm = torch.cuda.get_device_capability(device)
+    sm, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     blackwell = sm[0] == 10
-    return Capability(cublaslt=sm >= (8, 9), triton=sm >= (9, 0), any_layout=blackwell, native_mxfp8=blackwell)
+    return Capability(sm >= (8, 9), sm >= (9, 0), any_layout=blackwell, native_mxfp8=blackwell, name=name)
 
 
 def needs(recipe: Recipe, role: str, device: torch.device) -> dict[str, str]:
@@ -80,9 +82,14 @@ def fprop(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    fast: bool = False,
 ) -> Tensor:
-    """`Y [M, N] = X [M, K] @ W [N, K].T + bias [N]`, rounded once to `out_dtype`."""
-    return _multiply(_oriented(x, "rowwise"), _oriented(weight, "rowwise"), bias, out_dtype, backend)
+    """`Y [M, N] = X [M, K] @ W [N, K].T + bias [N]`, rounded once to `out_dtype`.
+
+    fast: GPUs add up tensorwise products in their tensor cores alone, with about 13 bits.
+    """
+    x, weight = _oriented(x, "rowwise"), _oriented(weight, "rowwise")
+    return _multiply(x, weight, bias, out_dtype, backend, fast=fast)
 
 
 def dgrad(
@@ -109,6 +116,7 @@ def grouped_fprop(
     ends: Tensor,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    fast: bool = False,
 ) -> Tensor:
     """`Y [T, N]`: `Y[t] = X[t] @ W[g].T` for the tokens t of expert g, rounded once to `out_dtype`.
 
@@ -117,8 +125,10 @@ def grouped_fprop(
     `[G]`. Experts may lie apart: any first stride.
     ends: int32 `[G]` on the operands' device. An expert may have any number of tokens, and padding gains no speed here.
     Rows of X past the last end are not read, those of Y not written: they hold whatever the allocator left.
+    fast: as in `fprop`.
     """
-    return _multiply_grouped(_oriented(x, "rowwise"), _oriented(weight, "rowwise"), ends, out_dtype, backend)
+    x, weight = _oriented(x, "rowwise"), _oriented(weight, "rowwise")
+    return _multiply_grouped(x, weight, ends, out_dtype, backend, fast)
 
 
 def grouped_dgrad(
@@ -170,6 +180,7 @@ def _multiply(
     out_dtype: torch.dtype,
     backend: str,
     out: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
     """`A [M, K] @ B [N, K].T + bias`, added into `out` where one is given. ValueError if `backend` can't do it."""
     device = a.data.device
@@ -178,13 +189,12 @@ def _multiply(
             return out
         y = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype, device=device)
         return y if bias is None else y + bias.to(out_dtype)
-    if capability(device).native_mxfp8 and backend in ("auto", "cublaslt"):
-        a, b = _as_mxfp8(a, b)
-    chosen, reason = _choose(a, b, out_dtype, backend, out is not None)
+    a, b = _rewritten(a, b, backend)
+    chosen, reason = _choose(a, b, out_dtype, backend, out is not None, fast)
     if chosen == "triton":
-        return triton_gemm.matmul(a, b, bias, out_dtype, out)
+        return triton_gemm.matmul(a, b, bias, out_dtype, out, fast)
     if chosen == "cublaslt":
-        y = scaled_mm.matmul(a, b, bias, out_dtype)
+        y = scaled_mm.matmul(a, b, bias, out_dtype, fast)
         return y if out is None else out.add_(y)
     product = reference.matmul
     if backend != "reference" and (device.type == "cuda" or a.scale is Scale.E8M0):
@@ -196,11 +206,17 @@ def _multiply(
 
 
 def _choose(
-    a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, backend: str, accumulates: bool
+    a: QuantizedStorage,
+    b: QuantizedStorage,
+    out_dtype: torch.dtype,
+    backend: str,
+    accumulates: bool,
+    fast: bool = False,
 ) -> tuple[str, str]:
     """The backend that multiplies, and why no faster one does. ValueError if `backend` is asked for and can't."""
-    reasons = _refusals(a, b, out_dtype, backend)
-    able = tuple(name for name, reason in reasons.items() if reason is None)
+    device = a.data.device
+    can = capability(device)
+    reasons, able = _refusals(can, device, _kind(a), _kind(b), out_dtype, backend)
     if backend in reasons:
         if backend not in able:
             raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
@@ -210,26 +226,59 @@ def _choose(
     if len(able) == 1:
         return able[0], ""
     kind, weight = triton_gemm.kind(a, b), tuple(b.data.shape)
+    if fast:
+        kind = f"{kind} fast"
     if accumulates:
         kind, weight = f"{kind}+=", (a.data.shape[0], b.data.shape[0])
-    return gemm_speed.fastest(torch.cuda.get_device_name(a.data.device), kind, weight, able), ""
+    return gemm_speed.fastest(can.name, kind, weight, able), ""
 
 
-def _refusals(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, backend: str) -> dict[str, str | None]:
-    """Backend -> why it can't multiply these operands, None where it can."""
+_Kind = tuple[torch.dtype, str, int, bool]
+
+
+def _kind(s: QuantizedStorage) -> _Kind:
+    """All that backends refuse operands for: (dtype, kind of tile, its block, whether scales are E8M0)."""
+    tile = s.tile
+    return s.data.dtype, tile.kind, tile.block, s.scale is Scale.E8M0
+
+
+@cache
+def _refusals(
+    able: Capability, device: torch.device, a: _Kind, b: _Kind, out_dtype: torch.dtype, backend: str
+) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Backend -> why it can't multiply operands of these kinds, None where it can; and those that can. Asked for every
+    GEMM, so answered once."""
     if backend not in BACKENDS:
         raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
-    able, nothing = capability(a.data.device), "this device has no FP8 tensor cores"
+    a, b = (_example(kind, device) for kind in (a, b))
+    nothing = "this device has no FP8 tensor cores"
     triton = nothing if not able.cublaslt else "the kernels need TMA (compute capability 9.0)"
-    return {
+    reasons = {
         "cublaslt": scaled_mm.refuses(a, b, able.native_mxfp8) if able.cublaslt else nothing,
-        "triton": triton_gemm.refuses(a, b, out_dtype) if able.triton else triton,
+        "triton": triton_gemm.refuses(a, b, out_dtype, able.native_mxfp8) if able.triton else triton,
     }
+    return reasons, tuple(name for name, reason in reasons.items() if reason is None)
 
 
-def _as_mxfp8(a: QuantizedStorage, b: QuantizedStorage) -> tuple[QuantizedStorage, QuantizedStorage]:
-    """Blockwise operands with power-of-two scales as the same numbers in MXFP8; others as they are."""
+def _example(kind: _Kind, device: torch.device) -> QuantizedStorage:
+    """An operand of that kind, of no elements."""
+    dtype, tile, block, e8m0 = kind
+    data, scales = torch.empty(0, 0, dtype=dtype, device=device), torch.empty(0, device=device)
+    return QuantizedStorage(data, scales, Tile(tile, block), Scale.E8M0 if e8m0 else Scale.FP32, "rowwise")
+
+
+def _rewritten(
+    a: QuantizedStorage, b: QuantizedStorage, backend: str, token_tile: int = 0
+) -> tuple[QuantizedStorage, QuantizedStorage]:
+    """Blockwise operands with power-of-two scales as the same numbers in MXFP8, where tensor cores multiply that.
+
+    Others as they are; so too where tiles restart at tokens that are no multiples of `token_tile`.
+    """
+    if not capability(a.data.device).native_mxfp8 or backend == "reference":
+        return a, b
     if not all(s.scale is Scale.POW2 and s.tile.kind != "tensor" and s.tile.block % 32 == 0 for s in (a, b)):
+        return a, b
+    if token_tile and token_tile % a.tile.block:
         return a, b
     rewritten = []
     for s in (a, b):
@@ -239,15 +288,17 @@ def _as_mxfp8(a: QuantizedStorage, b: QuantizedStorage) -> tuple[QuantizedStorag
 
 
 def _multiply_grouped(
-    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, backend: str
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, backend: str, fast: bool = False
 ) -> Tensor:
     """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
-    if _runs_grouped(a, triton_gemm.refuses_grouped(a, b, out_dtype), backend):
-        return triton_gemm.matmul_grouped(a, b, ends, out_dtype)
+    a, b = _rewritten(a, b, backend)
+    native = capability(a.data.device).native_mxfp8
+    if _runs_grouped(a, b, triton_gemm.refuses_grouped(a, b, out_dtype, native), backend):
+        return triton_gemm.matmul_grouped(a, b, ends, out_dtype, fast)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
     for part, weight, end in zip(_tokens(a, ends, 0), _experts(b), ends.tolist(), strict=True):
-        out[start:end] = _multiply(part, weight, None, out_dtype, backend)
+        out[start:end] = _multiply(part, weight, None, out_dtype, backend, fast=fast)
         start = end
     return out
 
@@ -256,7 +307,9 @@ def _wgrad_grouped(
     a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str
 ) -> Tensor:
     """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
-    if _runs_grouped(a, triton_gemm.refuses(a, b, torch.float32), backend):
+    a, b = _rewritten(a, b, backend, alignment)
+    native = capability(a.data.device).native_mxfp8
+    if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, native), backend):
         return triton_gemm.wgrad_grouped(a, b, ends, out, alignment)
     if out is None:
         out = torch.zeros(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device)
@@ -266,11 +319,19 @@ def _wgrad_grouped(
     return out
 
 
-def _runs_grouped(a: QuantizedStorage, reason: str | None, backend: str) -> bool:
-    """Whether one kernel runs all groups. ValueError if it is asked for and can't."""
-    if backend == "triton" and (reason or not capability(a.data.device).triton):
+def _runs_grouped(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, backend: str) -> bool:
+    """Whether one kernel runs all groups. ValueError if it is asked for and can't.
+
+    reason: why it can't multiply these operands as they are. Where that is for want of MXFP8's products alone, "auto"
+    takes it nevertheless: it decodes operands, and doesn't wait for the groups' sizes.
+    """
+    able = capability(a.data.device)
+    if backend == "triton" and (reason or not able.triton):
         raise ValueError(f"gemm backend 'triton': {reason or 'needs a GPU with TMA (9.0)'}: use 'auto'")
-    return backend in ("auto", "triton") and not reason and capability(a.data.device).triton
+    if backend == "auto" and able.triton and triton_gemm.decodes(a, b, reason):
+        _say_emulated(reason)
+        return True
+    return backend in ("auto", "triton") and not reason and able.triton
 
 
 def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[QuantizedStorage]:

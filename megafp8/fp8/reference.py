@@ -268,15 +268,15 @@ def quantize_grouped(
 def blockwise_as_mxfp8(data: Tensor, scale_inv: Tensor, tile: Tile) -> Stored:
     """Rewrites blockwise with power-of-two scales as 1D MXFP8: the same bytes, each 128-scale as four 32-scales.
 
-    The numbers stay the same, code 0 included.
+    The numbers stay the same, code 0 included. Operands may be stacks of matrices.
     """
     assert tile.block % 32 == 0
-    rows, cols = data.shape
+    rows, cols = data.shape[-2:]
     bits = scale_inv.contiguous().view(torch.int32)
     codes = (bits >> 23).to(torch.uint8)  # powers of two in [2^-126, 2^120]: the exponent field is the code
     if tile.kind == "2d":
-        codes = codes.repeat_interleave(tile.block, 0)[:rows]
-    codes = codes.repeat_interleave(tile.block // 32, 1)[:, : -(-cols // 32)]
+        codes = codes.repeat_interleave(tile.block, -2)[..., :rows, :]
+    codes = codes.repeat_interleave(tile.block // 32, -1)[..., : -(-cols // 32)]
     return data, codes.contiguous().view(torch.float8_e8m0fnu)
 
 

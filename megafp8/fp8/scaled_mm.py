@@ -1,6 +1,6 @@
 """FP8 GEMMs through cuBLASLt (`torch.nn.functional.scaled_mm`), with the padding that it asks for.
 
-Tensorwise, blockwise 1D x 2D, 2D x 1D and 1D x 1D, all with accurate accumulation; MXFP8 where the hardware has it.
+Tensorwise, blockwise 1D x 2D, 2D x 1D and 1D x 1D, with accurate accumulation; MXFP8 where the hardware has it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def refuses(a: QuantizedStorage, b: QuantizedStorage, native_mxfp8: bool = False
     return None
 
 
-def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """`A [M, K] @ B [N, K].T + bias`, FP32 accumulation, `[M, N]` of `out_dtype`."""
+def matmul(
+    a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """`A [M, K] @ B [N, K].T + bias`, `[M, N]` of `out_dtype`: FP32 accumulation; fast: the tensor cores' own."""
     m, n = a.data.shape[0], b.data.shape[0]
     if a.scale is Scale.E8M0:
         y = _matmul_mxfp8(_padded(_one_dimensional(a)), _padded(_one_dimensional(b)), bias, out_dtype)
@@ -55,6 +57,7 @@ def matmul(a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dt
         _RECIPES[b.tile.kind],
         bias=bias if in_epilogue else None,
         output_dtype=out_dtype,
+        use_fast_accum=fast,
     )
     y = y[:m, :n].contiguous()  # attention's backward takes no gradient whose rows lie apart
     return y if bias is None or in_epilogue else y + bias.to(out_dtype)

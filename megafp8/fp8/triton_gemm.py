@@ -1,4 +1,4 @@
-"""FP8 GEMMs through the project's own kernels: Gluon on Hopper, plain Triton on what came after it.
+"""FP8 GEMMs through the project's own kernels: Gluon on Hopper, plain Triton on what came after it, and for MXFP8.
 
 The kernels add into an FP32 buffer in their epilogue, read scales in whatever strides quantizers leave them, and find
 group sizes on the device. Nothing here waits for the device. A kernel is compiled once for a kind of GEMM (scales,
@@ -7,7 +7,7 @@ formats, output, groups) and alignment of N, never for a number of tokens, and i
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -16,34 +16,39 @@ from torch import Tensor
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.storage import QuantizedStorage
 
+NO_MXFP8 = "this device has no MXFP8 GEMM"
 _BLOCK = 128  # K block of the kernels
 _KINDS = {("tensor", "tensor"): "tensorwise", ("1d", "2d"): "1d2d", ("1d", "1d"): "1d1d"}
 
 
 @cache
-def _kernels() -> tuple[ModuleType, ModuleType] | None:
-    """(gemm, grouped_gemm); None where Triton is not installed."""
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType] | None:
+    """(gemm, grouped_gemm, gemm_scaled); None where Triton is not installed."""
     try:
-        from megafp8.kernels import gemm, grouped_gemm
+        from megafp8.kernels import gemm, gemm_scaled, grouped_gemm
     except ImportError:
         return None
-    return gemm, grouped_gemm
+    return gemm, grouped_gemm, gemm_scaled
 
 
 def kind(a: QuantizedStorage, b: QuantizedStorage) -> str | None:
-    """How the operands' scales lie: "tensorwise", "1d2d" or "1d1d"; None for what the kernels don't know."""
-    return _KINDS.get((a.tile.kind, b.tile.kind))
+    """How the operands' scales lie: "tensorwise", "1d2d", "1d1d" or "mxfp8"; None for what the kernels don't know."""
+    return "mxfp8" if _is_mxfp8(a, b) else _KINDS.get((a.tile.kind, b.tile.kind))
 
 
-def refuses(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype) -> str | None:
-    """Why the kernels can't multiply these operands; None if they can."""
+def _is_mxfp8(a: QuantizedStorage, b: QuantizedStorage) -> bool:
+    return a.scale is b.scale is Scale.E8M0
+
+
+def refuses(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, native_mxfp8: bool = False) -> str | None:
+    """Why the kernels can't multiply these operands; None if they can. native_mxfp8: the device multiplies MXFP8."""
     if _kernels() is None:
         return "Triton is not installed"
-    if Scale.E8M0 in (a.scale, b.scale):
-        return "this device has no MXFP8 GEMM"
+    if _is_mxfp8(a, b) and not native_mxfp8:
+        return NO_MXFP8
     if kind(a, b) is None:
         return f"the kernels take no {a.tile.kind} x {b.tile.kind} scales"
-    if {a.tile.block, b.tile.block} - {0, _BLOCK}:
+    if not _is_mxfp8(a, b) and {a.tile.block, b.tile.block} - {0, _BLOCK}:
         return f"the kernels take scale tiles of {_BLOCK}, not {max(a.tile.block, b.tile.block)}"
     if out_dtype not in (torch.bfloat16, torch.float32):
         return f"the kernels write BF16 or FP32, not {out_dtype}"
@@ -51,34 +56,77 @@ def refuses(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype) ->
 
 
 def matmul(
-    a: QuantizedStorage, b: QuantizedStorage, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None = None
+    a: QuantizedStorage,
+    b: QuantizedStorage,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
-    """`A [M, K] @ B [N, K].T + bias [N]`, `[M, N]` of `out_dtype`, rounded once; with `out` (FP32) `out += A @ B.T`."""
-    gemm, _ = _kernels()
-    run = {"tensorwise": gemm.gemm_tensorwise, "1d2d": gemm.gemm_1d2d, "1d1d": gemm.gemm_1d1d}[kind(a, b)]
+    """`A [M, K] @ B [N, K].T + bias [N]`, `[M, N]` of `out_dtype`, rounded once; with `out` (FP32) `out += A @ B.T`.
+
+    fast: tensorwise products are added up by the tensor cores alone.
+    """
+    gemm, _, scaled = _kernels()
+    run = {
+        "tensorwise": partial(gemm.gemm_tensorwise, fast_accum=fast),
+        "1d2d": gemm.gemm_1d2d,
+        "1d1d": gemm.gemm_1d1d,
+        "mxfp8": scaled.gemm_mxfp8,
+    }[kind(a, b)]
     bias = bias if bias is None else bias.contiguous()
     return run(
         a.data, b.data, a.scale_inv, b.scale_inv, bias=bias, out=out, out_dtype=out_dtype, accumulate=out is not None
     )
 
 
-def matmul_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`out[t] = A[t] @ B[g].T` for the tokens t of group g: A `[T, K]`, B `[G, N, K]`, out `[T, N]`."""
-    _, grouped = _kernels()
-    run = grouped.grouped_gemm_tensorwise if kind(a, b) == "tensorwise" else grouped.grouped_gemm_1d2d
+def matmul_grouped(
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """`out[t] = A[t] @ B[g].T` for the tokens t of group g: A `[T, K]`, B `[G, N, K]`, out `[T, N]`.
+
+    MXFP8 is decoded to BF16 in the kernel where the device doesn't multiply it.
+    """
+    _, grouped, scaled = _kernels()
+    run = {
+        "tensorwise": partial(grouped.grouped_gemm_tensorwise, fast_accum=fast),
+        "1d2d": grouped.grouped_gemm_1d2d,
+        "mxfp8": scaled.grouped_gemm_mxfp8,
+    }[kind(a, b)]
     return run(a.data, b.data, a.scale_inv, b.scale_inv, ends, out_dtype=out_dtype)
 
 
-def refuses_grouped(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype) -> str | None:
+def refuses_grouped(
+    a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, native_mxfp8: bool = False
+) -> str | None:
     """Why `matmul_grouped` can't multiply these operands; None if it can."""
     if kind(a, b) == "1d1d":
         return "the kernels of experts take weights with 128 x 128 tiles only"
-    return refuses(a, b, out_dtype)
+    return refuses(a, b, out_dtype, native_mxfp8)
+
+
+def decodes(a: QuantizedStorage, b: QuantizedStorage, reason: str | None) -> bool:
+    """Whether the grouped kernels multiply MXFP8 operands in BF16 that they refuse for `reason`."""
+    return _is_mxfp8(a, b) and reason == NO_MXFP8
+
+
+def refuses_wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, native_mxfp8: bool = False) -> str | None:
+    """Why `wgrad_grouped` can't multiply these operands; None if it can."""
+    if "2d" in (a.tile.kind, b.tile.kind):
+        return "tiles that restart at each expert's first token are 1D"
+    return refuses(a, b, torch.float32, native_mxfp8)
 
 
 def wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int) -> Tensor:
-    """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`."""
-    _, grouped = _kernels()
-    run = grouped.grouped_wgrad_tensorwise if kind(a, b) == "tensorwise" else grouped.grouped_wgrad_1d1d
+    """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`.
+
+    MXFP8 is decoded as in `matmul_grouped`.
+    """
+    _, grouped, scaled = _kernels()
+    run = {
+        "tensorwise": grouped.grouped_wgrad_tensorwise,
+        "1d1d": grouped.grouped_wgrad_1d1d,
+        "mxfp8": scaled.grouped_wgrad_mxfp8,
+    }[kind(a, b)]
     padding = 16 if alignment % 16 == 0 else 1  # ends at multiples of 16 are also where padded groups would begin
     return run(a.data, b.data, a.scale_inv, b.scale_inv, ends, out=out, accumulate=out is not None, padding=padding)
