@@ -117,10 +117,14 @@ class CommPlan:
 
     def fprop(self, x: Operand, multiply: Callable[[Operand], Tensor], *, whole: bool = False) -> Tensor:
         """Y of the layer's output side, from this rank's X; `whole`: X has been gathered already."""
+        if self.kind == "alone":
+            return multiply(x)
         return self._exchange(x, multiply, gathers=self.gathers_input and not whole, sums=self.sums_output)
 
     def dgrad(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> Tensor:
         """dX of the layer's input side, from the whole dY."""
+        if self.kind == "alone":
+            return multiply(dy)
         return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column" and self.sums)
 
     def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:

@@ -33,7 +33,7 @@ from megafp8.fp8.wgrad import Wgrad
 from megafp8.step import StepContext
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GroupedArgs(LinearArgs):
     """stack: the weights; `weight` is the first one's. ends: int32 [G], one past each linear's last row; alignment: a
     number that all of them are multiples of. names: of the linears."""
@@ -112,6 +112,7 @@ class GroupedLinear:
         args = GroupedArgs(
             weight=stack.weights[0],
             recipe=first.recipe,
+            facts=first.facts(),
             step=step,
             name=None,
             requantize_input=first.requantize_input,

@@ -6,7 +6,7 @@ Where ranks hold parts of the operand they share the scales that the whole one h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,65 +25,79 @@ from megafp8.step import ScalingHistory, StepContext
 class Scaling:
     """How one tensor of one linear gets its scale: from its own amax, or from a history under its global name.
 
-    cut: how the tensor lies over the ranks of `axis`; None: this rank has the whole. grid: of features whose cut goes
-    through tiles; the rowwise copy is padded then. place: "<linear>/<role>", for the step's observer.
+    Decided once for a linear; the step that is running comes with each call. cut: how the tensor lies over the ranks of
+    `axis`; None: this rank has the whole. grid: of features whose cut goes through tiles; the rowwise copy is padded
+    then. place: "<linear>/<role>", for the step's observer.
     """
 
     quantizer: Quantizer
     name: str | None
-    step: StepContext | None
     axis: Axis = Axis()
     cut: Cut | None = None
     grid: FeatureGrid | None = None
     place: str | None = None
 
-    @property
-    def history(self) -> ScalingHistory | None:
-        return self.step.scaling if self.name is not None else None
+    def history(self, step: StepContext | None) -> ScalingHistory | None:
+        return step.scaling if self.name is not None else None
 
-    @property
-    def scale(self) -> Tensor | None:
-        return self.history.scale(self.name) if self.history is not None else None
+    def scale(self, step: StepContext | None) -> Tensor | None:
+        history = self.history(step)
+        return history.scale(self.name) if history is not None else None
 
-    def want(self, rows: int, rowwise: bool, colwise: bool, *, record: bool) -> Want | None:
+    @cached_property
+    def _plain_wants(self) -> dict[tuple[bool, bool], Want]:
+        """The wishes without a history, by orientations."""
+        pairs = ((rowwise, colwise) for rowwise in (False, True) for colwise in (False, True))
+        return {pair: Want(self.quantizer, *pair) for pair in pairs}
+
+    def want(
+        self, rows: int, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool
+    ) -> Want | None:
         """The wish for a value of `rows` rows to be quantized where it is made; None where other ranks' values matter:
         they hold a part of its tiles, or of the tensor that a scale is taken from."""
-        tile, scale = self.quantizer.spec.tile, self.scale
         if self.grid is not None:
             return None
+        tile, history = self.quantizer.spec.tile, self.history(step)
+        scale = None if history is None else history.scale(self.name)
         if tile.kind == "tensor":
             local = self.cut is None or scale is not None  # amaxes of a history are shared once a step
         else:
             local = self.cut != "rows" or rows % tile.block == 0
         if not local:
             return None
-        note = partial(self.history.record, self.name) if record and self.history is not None else None
+        if history is None:
+            return self._plain_wants[rowwise, colwise]
+        note = partial(history.record, self.name) if record else None
         return Want(self.quantizer, rowwise, colwise, scale=scale, record=note)
 
-    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, *, record: bool) -> Quantized:
+    def quantize(
+        self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool
+    ) -> Quantized:
         """record: whether this is the step's first look at the tensor: for the history, and for the observer."""
-        quantized = self._quantize(x, rowwise, colwise, record)
-        observer = self.step.observer if record and self.step is not None else None
+        quantized = self._quantize(x, rowwise, colwise, step, record)
+        observer = step.observer if record and step is not None else None
         if observer is not None and self.place is not None:
             padded = self.cut == "features" and self.grid is not None and rowwise
             observer.see(self.place, self.grid.pad(x, 1) if padded else x, quantized)
         return quantized
 
-    def _quantize(self, x: Tensor, rowwise: bool, colwise: bool, record: bool) -> Quantized:
+    def _quantize(
+        self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, record: bool
+    ) -> Quantized:
         if self.quantizer.spec.tile.kind != "tensor":
             if self.cut == "rows":
                 return quantize_rows(self.quantizer, x, self.axis, rowwise, colwise)
             if self.cut == "features" and self.grid is not None:
                 return quantize_features(self.quantizer, x, self.grid, rowwise, colwise)
             return self.quantizer.quantize(x, rowwise, colwise)
-        scale, amax = self.scale, None
-        records, shares = record and self.history is not None, scale is None and self.cut is not None
+        history, scale, amax = self.history(step), self.scale(step), None
+        records, shares = record and history is not None, scale is None and self.cut is not None
         if records or shares:
             amax = self.quantizer.amax(x)
         if shares:
             self.axis.max_(amax)
         if records:  # with a scale from the history, amaxes are shared once a step, all of them together
-            self.history.record(self.name, amax)
+            history.record(self.name, amax)
         return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=scale)
 
 
@@ -109,5 +123,5 @@ class InputSpec:
     def quantize(self, x: Tensor, step: StepContext | None) -> Quantized:
         """`x [M, K]` quantized as the consumer would."""
         comm = self.comm
-        scaling = Scaling(self.quantizer, self.history_name, step, comm.axis, comm.cut("input"), comm.grid, self.place)
-        return scaling.quantize(x, self.rowwise, self.colwise, record=step is not None and step.records)
+        scaling = Scaling(self.quantizer, self.history_name, comm.axis, comm.cut("input"), comm.grid, self.place)
+        return scaling.quantize(x, self.rowwise, self.colwise, step, record=step is not None and step.records)

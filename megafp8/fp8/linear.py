@@ -10,11 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megafp8.fp8 import gemm
 from megafp8.fp8.comm import ALONE, CommPlan
 from megafp8.fp8.formats import Scale
-from megafp8.fp8.input_spec import InputSpec, Scaling
-from megafp8.fp8.linear_args import LinearArgs
+from megafp8.fp8.input_spec import InputSpec
+from megafp8.fp8.linear_args import LinearArgs, LinearFacts
 from megafp8.fp8.linear_function import LinearFunction
 from megafp8.fp8.param import Weight
 from megafp8.fp8.producer import Producer, Want
@@ -71,13 +70,24 @@ class Linear(nn.Module):
 
     def _own_weight(self) -> Weight:
         """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
-        owner = self.__dict__.get("_owner")
-        if owner is None or owner.param is not self.weight or owner.recipe is not self.recipe:
+        owner, weight = self.__dict__.get("_owner"), self.weight
+        if owner is None or owner.param is not weight or owner.recipe is not self.recipe:
             history_name = f"{self.name}/weight" if self.recipe is not None and self.recipe.uses_history else None
             options = {"keep_transposed": self.keep_transposed, "comm": self.comm, "history_name": history_name}
-            owner = Weight(self.weight, self.recipe, **options)
-            self._owner = self.weight.owner = owner
+            owner = Weight(weight, self.recipe, **options)
+            self._owner = weight.owner = owner
         return owner
+
+    def facts(self) -> LinearFacts | None:
+        """What follows from how the linear is now; None without a recipe."""
+        recipe, comm, name = self.recipe, self.comm, self.name
+        if recipe is None:
+            return None
+        facts, device = self.__dict__.get("_facts"), self.weight.device
+        known = facts is not None and facts.recipe is recipe and facts.comm is comm
+        if not known or facts.name != name or facts.device != device:
+            facts = self._facts = LinearFacts(recipe, comm, name, device)
+        return facts
 
     def use_recipe(self, recipe: Recipe | None) -> None:
         """Changes what the linear computes with, between two steps; a weight on its way must have arrived."""
@@ -86,39 +96,35 @@ class Linear(nn.Module):
 
     def input_spec(self, training: bool = True) -> InputSpec:
         """What a producer should hand over; `training`: whether backward follows."""
-        if self.recipe is None or (self.comm.gathers_input and not self.comm.input_in_fp8(self.recipe)):
+        facts = self.facts()
+        if facts is None or facts.gathers_first:
             return InputSpec(self.weight.dtype)
-        needs_colwise = gemm.needs(self.recipe, "input", self.weight.device)["wgrad"] == "colwise"
-        colwise = training and self.weight.requires_grad and needs_colwise and not self.requantize_input
-        history_name = f"{self.name}/input" if self.recipe.uses_history else None
+        needs_colwise, scaling = facts.needs["input"]["wgrad"] == "colwise", facts.scalings["input", False]
         return InputSpec(
             self.weight.dtype,
-            self.recipe.quantizer("input"),
-            colwise=colwise,
+            scaling.quantizer,
+            colwise=training and self.weight.requires_grad and needs_colwise and not self.requantize_input,
             requantizes=self.requantize_input,
-            history_name=history_name,
+            history_name=scaling.name,
             comm=self.comm,
-            place=f"{self.name}/input" if self.name else None,
+            place=scaling.place,
         )
 
     @property
     def takes_producer(self) -> bool:
         """Whether `forward` runs a producer inside: where the input is quantized here."""
-        return self.input_spec(training=False).quantizer is not None
+        facts = self.facts()
+        return facts is not None and not facts.gathers_first
 
     def grad_want(self, step: StepContext | None = None) -> Want | None:
         """How a producer that consumes this linear's output should hand over its gradient; None: in high precision."""
-        if self.recipe is None or self.bias is not None or self.comm.gathers_grad_output:
+        facts = self.facts()
+        if facts is None or self.bias is not None or self.comm.gathers_grad_output:
             return None
-        name = f"{self.name}/grad_output" if self.recipe.uses_history else None
-        comm = self.comm
-        scaling = Scaling(
-            self.recipe.quantizer("grad_output"), name, self._step(step), comm.axis, comm.cut("grad_output"), comm.grid
-        )
-        needs = gemm.needs(self.recipe, "grad_output", self.weight.device)
-        wanted = {needs["dgrad"], needs["wgrad"]} if self.weight.requires_grad else {needs["dgrad"]}
-        record = scaling.step is not None and scaling.step.training  # a recomputed forward has the step's only backward
-        return scaling.want(0, "rowwise" in wanted, "colwise" in wanted, record=record)
+        step, wanted = self._step(step), facts.grad_wanted[True, self.weight.requires_grad]
+        record = step is not None and step.training  # a recomputed forward has the step's only backward
+        scaling = facts.scalings["grad_output", False]
+        return scaling.want(0, "rowwise" in wanted, "colwise" in wanted, step, record=record)
 
     def history_tensors(self) -> dict[str, float]:
         """Global name -> largest finite value of each tensor whose scale comes from a history."""
@@ -154,25 +160,26 @@ class Linear(nn.Module):
         """
         if producer is None and x.shape[-1] != self.in_features:
             raise ValueError(f"linear {self.name or ''} takes {self.in_features} features, got {tuple(x.shape)}")
-        step = self._step(step)
+        weight, step = self.weight, self._step(step)
         autocast = torch.is_autocast_enabled(x.device.type)
         args = LinearArgs(
             weight=self._own_weight(),
             recipe=self.recipe,
+            facts=self.facts(),
             step=step,
             name=self.name,
             requantize_input=self.requantize_input,
             comm=self.comm,
             backend=self.gemm_backend,
             keep=torch.is_grad_enabled(),
-            dtype=torch.get_autocast_dtype(x.device.type) if autocast else self.weight.dtype,
+            dtype=torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype,
             producer=producer,
             grad_want=grad_want,
             passes_on=passes_on,
         )
-        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        y = LinearFunction.apply(rows, self.weight, self.bias, args, *tensors)
-        if x.dim() == 2:
+        flat = x.dim() == 2
+        y = LinearFunction.apply(x if flat else x.reshape(-1, x.shape[-1]), weight, self.bias, args, *tensors)
+        if flat:
             return y
         y, handed_on = y if passes_on else (y, None)
         y = y.view(*x.shape[:-1], self.out_features)

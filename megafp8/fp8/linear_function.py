@@ -13,7 +13,7 @@ with tensor-parallel peers, a CommPlan says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -85,15 +85,16 @@ class LinearFunction(torch.autograd.Function):
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
     """The producer's value, quantized where it alone decides on the bytes, and what is kept of its making."""
-    colwise = needs_wgrad and args.needs("input")["wgrad"] == "colwise" and not args.requantize_input
+    colwise = needs_wgrad and not args.requantize_input and args.facts.needs["input"]["wgrad"] == "colwise"
     want = args.input_want(x.shape[0], True, colwise)
-    want = want and want.measuring(x.device)
+    if want is not None:
+        want = want.measuring(x.device)
     value, made = args.producer.produce(x, tensors, want)
+    if args.records and args.step.observer is not None and isinstance(value, Quantized):
+        args.observe("input", value, lambda: args.producer.produce(x, tensors, None)[0])
     if want is not None:
         want.measured()
-    if isinstance(value, Quantized) and args.step is not None and args.step.records:
-        args.observe("input", value, lambda: args.producer.produce(x, tensors, None)[0])
-    made = (want.amax_out, *made) if want is not None and want.keeps_amax else made
+        made = (want.amax_out, *made) if want.keeps_amax else made
     return value, made if args.keep else ()
 
 
@@ -117,7 +118,7 @@ class Remade:
         if want is None or want.spec.tile.kind != "tensor":
             return want, self.made
         amax, made = (self.made[0], self.made[1:]) if want.keeps_amax else (None, self.made)
-        return replace(want, amax=amax if want.scale is None else None, record=None), made
+        return Want(want.quantizer, rowwise, colwise, amax if want.scale is None else None, want.scale), made
 
     def again(self) -> Tensor | QuantizedStorage:
         """The value for wgrad, without a gradient."""
@@ -185,7 +186,7 @@ def _backward_high_precision(
 def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
     """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad; a task that waits
     gathers when it runs, so that it doesn't hold the other ranks' parts."""
-    if not args.comm.gathers_input or (args.recipe is not None and args.gathers_first):
+    if not args.comm.gathers_input or (args.facts is not None and args.facts.gathers_first):
         return kept
     at_once = args.comm.overlaps and not args.defers
     return args.comm.post_gather(kept()) if at_once else lambda: args.comm.gather(kept())
@@ -195,19 +196,19 @@ def _fprop_fp8(
     x: Tensor | Quantized, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
 ) -> tuple[Tensor, Tensor | QuantizedStorage | None]:
     """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
-    needs, comm, whole = args.needs("input"), args.comm, args.gathers_first
+    facts, comm = args.facts, args.comm
+    kept_as, whole = facts.needs["input"]["wgrad"], facts.gathers_first
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     requantize = (args.requantize_input or whole) and (given is None or args.producer is not None)
     if given is not None:
         quantized = given
     else:
-        colwise = needs["wgrad"] == "colwise" and needs_wgrad and not requantize
-        record = args.step is not None and args.step.records
+        colwise = kept_as == "colwise" and needs_wgrad and not requantize
         source = comm.gather(x) if whole else x
-        quantized = args.scaling("input", whole=whole).quantize(source, True, colwise, record=record)
-    if args.recipe.uses_history and args.step.records:
-        weight_scaling = args.scaling("weight")
-        weight_scaling.history.record(weight_scaling.name, args.weight.amax(weight_scaling.scale))
+        quantized = facts.scalings["input", whole].quantize(source, True, colwise, args.step, record=args.records)
+    if facts.uses_history and args.records:
+        of_weight = facts.scalings["weight", False]
+        of_weight.history(args.step).record(of_weight.name, args.weight.amax(of_weight.scale(args.step)))
     w = args.weight_operand("fprop")
     early = _early(bias, args)
     if early is not None and comm.grid is not None:
@@ -219,7 +220,7 @@ def _fprop_fp8(
     y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:
         return y, x if args.producer is None else None
-    kept = pick(quantized, needs["wgrad"])
+    kept = pick(quantized, kept_as)
     if kept is None:
         kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
     return y, kept
@@ -239,15 +240,15 @@ def _backward_fp8(
     A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
     kept it in high precision.
     """
-    needs = args.needs("grad_output")
-    wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
+    facts = args.facts
+    needs, wanted = facts.needs["grad_output"], facts.grad_wanted[needs_dgrad, needs_wgrad]
     if not wanted:
         return None, None, ()
     remade = x if isinstance(x, Remade) else None
     if remade is not None and (args.comm.gathers_input or not needs_dgrad):
         x = remade.again() if needs_wgrad else None  # it travels during dgrad
     dx, others, quantized = None, (), None
-    if needs_dgrad and args.comm.gathers_grad_output_in_pieces(args.recipe.quantizer("grad_output")):
+    if needs_dgrad and facts.grad_in_pieces:
         dx, quantized = _dgrad_gathering(dy, args, wanted)
     else:
         quantized = _quantize_grad_output(dy, args, wanted)
@@ -265,7 +266,7 @@ def _backward_fp8(
     def wgrad(out: Tensor | None) -> Tensor:
         return gemm.wgrad(grad_output, load(), out, args.backend)
 
-    return dx, Wgrad(wgrad, grad_output.nbytes + held), others
+    return dx, Wgrad(wgrad, grad_output.nbytes + held if args.defers else 0), others
 
 
 def _arriving(x: Tensor | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:
@@ -280,46 +281,51 @@ def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tenso
     return args.comm.grad_input(dx).contiguous()  # attention's backward takes no gradient whose rows lie apart
 
 
-def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: set[str]) -> Quantized:
+def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: frozenset[str]) -> Quantized:
     """The whole dY, quantized in the orientations wanted."""
     if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
         args.observe("grad_output", dy.quantized, lambda: getattr(dy, "observed_value", None))
         return dy.quantized
     record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
     rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
-    comm = args.comm
-    if comm.grad_output_in_fp8(args.recipe.quantizer("grad_output")):
-        shard = args.scaling("grad_output").quantize(dy, True, False, record=record)
+    facts, comm, step = args.facts, args.comm, args.step
+    if facts.grad_in_fp8:
+        shard = facts.scalings["grad_output", False].quantize(dy, True, False, step, record=record)
         row = comm.gather(shard.rowwise)
         return Quantized(row if rowwise else None, row.flipped() if colwise else None)
     whole = comm.gathers_grad_output
-    scaling = args.scaling("grad_output", whole=whole)
-    return scaling.quantize(comm.gather(dy) if whole else dy, rowwise, colwise, record=record)
+    scaling = facts.scalings["grad_output", whole]
+    return scaling.quantize(comm.gather(dy) if whole else dy, rowwise, colwise, step, record=record)
 
 
-def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: set[str]) -> tuple[Tensor, Quantized | None]:
+def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: frozenset[str]) -> tuple[Tensor, Quantized | None]:
     """dX, and the whole dY as wgrad wants it, from this rank's dY, which travels in pieces."""
-    record = args.step is not None and args.step.training
-    comm, w, colwise = args.comm, args.weight_operand("dgrad"), "colwise" in wanted
+    step, facts, comm = args.step, args.facts, args.comm
+    record = step is not None and step.training
+    w, colwise = args.weight_operand("dgrad"), "colwise" in wanted
 
     def multiply(dy: QuantizedStorage) -> Tensor:
         return _dgrad(dy, w, args)
 
-    if comm.grad_output_in_fp8(args.recipe.quantizer("grad_output")):
-        shard = args.scaling("grad_output").quantize(dy, True, False, record=record).rowwise
+    if facts.grad_in_fp8:
+        shard = facts.scalings["grad_output", False].quantize(dy, True, False, step, record=record).rowwise
         dx, row = comm.dgrad_gathering(shard, multiply)
         return dx, Quantized(row, row.flipped() if colwise else None)
-    scaling = args.scaling("grad_output", whole=True)
-    dx, whole = comm.dgrad_gathering(dy, lambda dy: multiply(scaling.quantize(dy, True, False, record=False).rowwise))
-    return dx, scaling.quantize(whole, False, True, record=record) if colwise else None
+    scaling = facts.scalings["grad_output", True]
+
+    def multiply_piece(dy: Tensor) -> Tensor:
+        return multiply(scaling.quantize(dy, True, False, step, record=False).rowwise)
+
+    dx, whole = comm.dgrad_gathering(dy, multiply_piece)
+    return dx, scaling.quantize(whole, False, True, step, record=record) if colwise else None
 
 
 def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
     """What forward kept, in the orientation that wgrad wants: of this rank's rows where they are gathered in FP8."""
     if isinstance(x, QuantizedStorage):
         return x
-    orientation, whole = args.needs("input")["wgrad"], args.gathers_first
-    scaling = args.scaling("input", whole=whole)
+    orientation, whole = args.facts.needs["input"]["wgrad"], args.facts.gathers_first
+    scaling = args.facts.scalings["input", whole]
     source = args.comm.gather(x) if whole else x
-    pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", record=False)
+    pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", args.step, record=False)
     return pick(pair, orientation)

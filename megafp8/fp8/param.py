@@ -56,6 +56,7 @@ class Weight:
         self._key: tuple | None = None
         self._copies: dict[str, QuantizedStorage] = {}
         self._amax: Tensor | None = None
+        self._needs: tuple[torch.device, dict[str, str]] | None = None
 
     def __getstate__(self) -> dict:
         """Copies (deepcopy, pickle) of a module own their parameter anew, see `Linear`; they inherit nothing."""
@@ -130,7 +131,10 @@ class Weight:
         that one pass over the weight should make both, where both are kept.
         """
         self._refresh(scale)
-        needs = gemm.needs(self.recipe, "weight", self.param.device)
+        device = self.param.device
+        if self._needs is None or self._needs[0] != device:
+            self._needs = device, gemm.needs(self.recipe, "weight", device)
+        needs = self._needs[1]
         orientation = needs[gemm_name]
         if orientation in self._copies:
             return self._copies[orientation]

@@ -11,7 +11,7 @@ A producer is pure. It lives in `core`; here is what a linear asks of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -60,7 +60,8 @@ class Want:
         """The same, with a place for the value's amax if somebody needs it."""
         if not self.keeps_amax and self.record is None:
             return self
-        return replace(self, amax_out=torch.zeros(1, dtype=torch.float32, device=device))
+        place = torch.zeros(1, dtype=torch.float32, device=device)
+        return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record)
 
     def measured(self) -> None:
         """Call it when the value has been made: records its amax."""
@@ -141,6 +142,9 @@ def fuses(x: Tensor, dtype: torch.dtype, *wants: Want | None) -> bool:
     """Whether the fused kernels take `x`, of the compute dtype or bytes of it, and these wishes."""
     if not x.is_cuda or dtype not in (torch.bfloat16, torch.float16) or x.dim() != 2 or x.stride(1) != 1:
         return False
-    tiles = [want.spec.tile for want in wants if want is not None]
-    known = all(tile.kind == "tensor" or (tile.kind == "1d" and 128 % tile.block == 0) for tile in tiles)
-    return known and fused_kernels() is not None
+    for want in wants:
+        if want is not None:
+            tile = want.quantizer.spec.tile
+            if tile.kind != "tensor" and (tile.kind != "1d" or 128 % tile.block):
+                return False
+    return fused_kernels() is not None

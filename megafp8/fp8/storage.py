@@ -106,12 +106,15 @@ def gemm_layout(scale_inv: Tensor, tile: Tile) -> Tensor:
     1D `[R, C]`: R contiguous (M-major), 2D `[R, C]`: C contiguous; the other stride padded to 16 bytes with
     zeros. Tensorwise scales and E8M0 bytes stay as they are.
     """
-    if tile.kind == "tensor" or scale_inv.dtype != torch.float32 or scale_inv.numel() == 0:
+    if tile.kind == "tensor" or scale_inv.dtype != torch.float32:
         return scale_inv
-    rows, cols = scale_inv.shape
-    step = _ALIGN_BYTES // scale_inv.element_size()
+    rows, cols = shape = scale_inv.shape
+    if not rows or not cols:
+        return scale_inv
+    step = _ALIGN_BYTES // 4
     contiguous, padded = (0, 1) if tile.kind == "1d" else (1, 0)
-    if scale_inv.stride(contiguous) == 1 and scale_inv.stride(padded) == -(-scale_inv.shape[contiguous] // step) * step:
+    strides = scale_inv.stride()
+    if strides[contiguous] == 1 and strides[padded] == -(-shape[contiguous] // step) * step:
         return scale_inv
     if tile.kind == "1d":
         view = scale_inv.new_zeros(cols, -(-rows // step) * step)[:, :rows].t()

@@ -1,0 +1,229 @@
+"""What the host does for one transformer layer, forward and backward: Python, autograd, allocations, without kernels.
+
+Kernels are replaced by functions that allocate their results and compute nothing, and everything is told that it runs
+on a GPU. So the time left is that of the code between the kernels, measured on any machine: small models are bound by
+it, and CUDA graphs would hide it. Launches are not counted in it (a Triton kernel costs the host 0.02 to 0.1 ms).
+
+    python tools/bench_host.py                                # CPU milliseconds a layer, by recipe
+    python tools/bench_host.py --recipes blockwise --profile 25
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from unittest import mock
+
+import bench_layer_memory
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megafp8.core.transformer import activation, attention, norm
+from megafp8.fp8 import gemm, quantizer, scaled_mm, triton_gemm, wgrad
+from megafp8.fp8.formats import OperandSpec
+from megafp8.fp8.quantizer import Quantizer
+
+RECIPES = ("bf16", "blockwise", "tensorwise", "delayed")
+Stored = tuple[Tensor, Tensor]
+
+
+def _stored(rows: int, columns: int, spec: OperandSpec) -> Stored:
+    data = torch.empty(rows, columns, dtype=spec.format.dtype)
+    if spec.tile.kind == "tensor":
+        return data, torch.empty(1)
+    rows, columns = spec.tile.scale_shape(rows, columns)
+    if spec.tile.kind == "1d":
+        return data, torch.empty(columns, -(-rows // 4) * 4)[:, :rows].t()
+    return data, torch.empty(rows, -(-columns // 4) * 4)[:, :columns]
+
+
+def _pair(x: Tensor, spec: OperandSpec, rowwise: bool, colwise: bool) -> tuple[Stored | None, Stored | None]:
+    rows, columns = x.shape
+    return _stored(rows, columns, spec) if rowwise else None, _stored(columns, rows, spec) if colwise else None
+
+
+class _Norms:
+    """The kernels of `norm_quantize` and `norm_grad`."""
+
+    WIDEST = 16384
+
+    @staticmethod
+    def rms_norm_quantize(x, weight, spec, *, rowwise, colwise, **options):
+        row, col = _pair(x, spec, rowwise, colwise)
+        return SimpleNamespace(rowwise=row, colwise=col, rstd=x.new_empty(x.shape[0], dtype=torch.float32))
+
+    @staticmethod
+    def norm_columns_quantize(x, weight, rstd, spec, **options):
+        return _pair(x, spec, False, True)[1]
+
+    @staticmethod
+    def rms_norm_grad(grad, x, weight, rstd, **options):
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _SwiGLU:
+    """The kernels of `swiglu_quantize`."""
+
+    @staticmethod
+    def swiglu_quantize(x, spec, *, rowwise=True, colwise=False, high_precision=False, **options):
+        half = x[:, : x.shape[1] // 2]
+        y = torch.empty(half.shape, dtype=x.dtype) if high_precision else None
+        row, col = _pair(half, spec, rowwise, colwise)
+        return SimpleNamespace(rowwise=row, colwise=col, y=y)
+
+    @staticmethod
+    def swiglu_grad_quantize(grad, x, spec, *, rowwise, colwise, high_precision, y_spec=None, **options):
+        row, col = _pair(x, spec, rowwise, colwise)
+        dx = torch.empty_like(x) if high_precision else None
+        y = None if y_spec is None else _pair(grad, y_spec, False, True)[1]
+        return SimpleNamespace(rowwise=row, colwise=col, dx=dx, y_colwise=y, dweights=None)
+
+
+class _Quantize:
+    """The kernels of `quantize`."""
+
+    @staticmethod
+    def quantize(x, spec, rowwise, colwise, *scaling):
+        return _pair(x, spec, rowwise, colwise)
+
+    @staticmethod
+    def amax(x, tile, orientation="rowwise"):
+        return torch.empty(1)
+
+
+def _multiply(a, b, bias, out_dtype, out=None) -> Tensor:
+    return torch.empty(a.data.shape[0], b.data.shape[0], dtype=out_dtype) if out is None else out
+
+
+def _split_heads(qkv: Tensor, turn, queries_per_group: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.view(qkv.shape[0], -1, queries_per_group + 2, channels).split((queries_per_group, 1, 1), 2)
+    return tuple(x.reshape(qkv.shape[0], -1, channels) for x in (q, k, v))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Inside, FP8 modules take the paths of a Hopper GPU, and kernels give results that nobody has computed."""
+    able = gemm.Capability(cublaslt=True, triton=True)
+    kernels = (_Norms, _SwiGLU, _Norms)
+    patches = [
+        mock.patch.object(gemm, "capability", lambda device: able),
+        mock.patch.object(torch.cuda, "get_device_name", lambda device: "NVIDIA H200"),
+        mock.patch.object(scaled_mm, "matmul", _multiply),
+        mock.patch.object(triton_gemm, "matmul", _multiply),
+        mock.patch.object(triton_gemm, "_kernels", lambda: (None, None)),
+        mock.patch.object(quantizer, "_backend", lambda device, spec: _Quantize),
+        mock.patch.object(attention, "split_heads", _split_heads),
+        mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **options: _Attention.apply(q, k, v)),
+        mock.patch.object(wgrad, "multiply_wgrad", lambda dy, x, out: out),
+    ]
+    for module in (norm, activation):
+        patches.append(mock.patch.object(module, "fuses", lambda *args: True))
+        patches.append(mock.patch.object(module, "fused_kernels", lambda: kernels))
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def layer_of(recipe: str) -> bench_layer_memory.Layer:
+    argv = ["--model", "tiny", "--seq-length", "32", "--micro-batch-size", "1", "--device", "cpu"]
+    config = bench_layer_memory.config_of(bench_layer_memory.arguments().parse_args(argv), recipe)
+    return bench_layer_memory.Layer(config, torch.device("cpu"))
+
+
+def microbatches(recipe: str) -> Callable[[], None]:
+    """Forward and backward of a layer under a recipe."""
+    layer = layer_of(recipe)
+    leaves = (layer.x, *layer.layer.parameters())
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        layer.forward().backward(layer.dy)
+
+    return run
+
+
+def milliseconds(run: Callable[[], None], repeats: int, calls: int = 20) -> float:
+    """CPU time of a call: the process's, so that others count as little as can be; the least of several rounds."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for _ in range(calls):
+            run()
+        times.append(1e3 * (time.process_time() - start) / calls)
+    return min(times)
+
+
+def calls_of(run: Callable[[], None]) -> Counter[str]:
+    """How often Python calls each function in a call, C functions included and what stands for kernels left out: the
+    same on every machine."""
+    calls: Counter[str] = Counter()
+    own = {__file__, bench_layer_memory.__file__}
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event in ("call", "c_call") and code.co_filename not in own:
+            calls[code.co_qualname if event == "call" else f"{argument.__qualname__} in {code.co_qualname}"] += 1
+
+    run()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of 20 microbatches (default: %(default)s)")
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the functions called most often")
+    parser.add_argument("--output", type=Path, help="JSON file: recipe -> {ms, calls}")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    torch.set_num_threads(1)
+    results = {}
+    with no_kernels():
+        for recipe in args.recipes:
+            run = microbatches(recipe)
+            calls = calls_of(run)
+            results[recipe] = {"ms": milliseconds(run, args.repeats), "calls": calls.total()}
+            print("{:12}{ms:8.3f} ms of the host in{calls:6} calls".format(recipe, **results[recipe]), flush=True)
+            for name, count in calls.most_common(args.profile):
+                print(f"{count:8}  {name}")
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
