@@ -119,10 +119,10 @@ def _statistics(config: Config, groups: Groups, stage: int) -> list[Traffic]:
     found.add("forward", "sum", pp, "loss and valid tokens", 2 * FP64)
     experts = [layer.name for layer in held_layers(config, stage) if layer.experts]
     counts = len(experts) * m.num_experts * (2 if "global_aux_loss" in m.balancing_losses else 1) if experts else 0
-    means = _means(config, stage, loads=False)
+    means = means_of_stage(config, stage, loads=False)
     size = (counts + 2 * len(means)) * FP64
     found.add("forward", "sum", dp_cp, "counts and means", size, int(size > 0))
-    everywhere = {name for s in range(pp.size) for name in _means(config, s, loads=True)}
+    everywhere = {name for s in range(pp.size) for name in means_of_stage(config, s, loads=True)}
     found.add("forward", "sum", pp, "means", 2 * FP64 * len(everywhere), len(everywhere))
     if m.moe_per_layer_logging and m.num_experts:
         layers = sum(layer.experts for s in range(pp.size) for layer in held_layers(config, s))
@@ -131,7 +131,7 @@ def _statistics(config: Config, groups: Groups, stage: int) -> list[Traffic]:
     return found.all
 
 
-def _means(config: Config, stage: int, *, loads: bool) -> set[str]:
+def means_of_stage(config: Config, stage: int, *, loads: bool) -> set[str]:
     """Names of the means that a stage reports; loads: also what it makes of its routers' counts."""
     m, names = config.model, set()
     for layer in held_layers(config, stage):
@@ -141,7 +141,7 @@ def _means(config: Config, stage: int, *, loads: bool) -> set[str]:
         kinds = (["aux_loss"] if len(kinds) == 1 else kinds) + (["z_loss"] if m.moe_z_loss_coeff else [])
         kinds += ["expert_load_max", "expert_load_min"] if loads else []
         names |= set(kinds)
-        names |= {f"{kind}/{layer.name}" for kind in kinds} if m.moe_per_layer_logging else set()
+        names |= {f"{kind}/{layer.name}.mlp" for kind in kinds} if m.moe_per_layer_logging else set()
         names |= {"dropped_share"} if m.moe_expert_capacity_factor is not None else set()
     if any(held.loss for held in held_stages(config, stage)):
         names |= {f"mtp_{k + 1}_loss" for k in range(m.mtp_num_layers or 0)}

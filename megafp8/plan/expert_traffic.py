@@ -24,8 +24,8 @@ INDEX, WEIGHT = 8, 4
 class Dealt:
     """Rows that one rank of a stage sends to experts and gets for its own, in one microbatch of one layer.
 
-    rank: number within the stage. Each rank routes `tokens` tokens; under sequence parallelism its tensor-parallel
-    peers' follow or precede them in one row.
+    rank: number within the stage. Each rank routes `tokens` tokens; under sequence parallelism, where tokens go to
+    other ranks, its tensor-parallel peers' follow or precede them in one row.
     """
 
     config: Config
@@ -35,7 +35,7 @@ class Dealt:
     def of(self, rank: int) -> list[int]:
         """Rows that a rank has for each expert."""
         m, p = self.config.model, self.config.parallel
-        tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
+        tp = p.tensor_model_parallel_size if p.sequence_parallel and exchanges_tokens(self.config) else 1
         start, count = rank % tp * self.tokens * m.moe_router_topk, self.tokens * m.moe_router_topk
         rows = [_in_turn(start + count, m.num_experts, e) - _in_turn(start, m.num_experts, e) for e in self.experts]
         if (capacity := Capacity.of(m)) is None:
@@ -72,6 +72,12 @@ class Dealt:
         first = self.rank // size * size
         rows = [self.of(rank) for rank in range(first, first + size)]
         return [sum(of_rank[e] for of_rank in rows) for e in self.here]
+
+
+def exchanges_tokens(config: Config) -> bool:
+    """Whether tokens go to the ranks of their experts."""
+    p = config.parallel
+    return p.expert_model_parallel_size > 1 or p.expert_tensor_parallel_size != p.tensor_model_parallel_size
 
 
 def _in_turn(choices: int, experts: int, expert: int) -> int:

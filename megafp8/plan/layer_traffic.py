@@ -10,7 +10,7 @@ from megafp8.config import Config
 from megafp8.core.build import OVERLAP_CHUNKS, RecomputePlan
 from megafp8.fp8.grouped_linear import runs_grouped
 from megafp8.fp8.policy import Policy
-from megafp8.plan.expert_traffic import INDEX, WEIGHT, Dealt, WireBytes
+from megafp8.plan.expert_traffic import INDEX, WEIGHT, Dealt, WireBytes, exchanges_tokens
 from megafp8.plan.linear_traffic import LinearTraffic, as_expert
 from megafp8.plan.shapes import LayerShape, PartShape, layer_linears
 from megafp8.plan.traffic import Groups, Passes
@@ -160,8 +160,7 @@ class LayerTraffic:
 
     @property
     def _exchanges(self) -> bool:
-        groups = self.micro.groups
-        return groups["ep"].size > 1 or self.micro.config.parallel.expert_tensor_parallel_size != groups["tp"].size
+        return exchanges_tokens(self.micro.config)
 
     def _experts(self) -> Passes:
         """Router, tokens to experts, experts, tokens back; shared experts while tokens travel, or after that."""
@@ -237,7 +236,8 @@ class LayerTraffic:
 
     def _expert_linears(self) -> Iterator[tuple[LinearTraffic, LinearTraffic]]:
         """fc1 and fc2 of each of the rank's experts."""
-        dealt = Dealt(self.micro.config, self.micro.rank, self.micro.local)
+        micro = self.micro
+        dealt = Dealt(micro.config, micro.rank, micro.local if self._exchanges else micro.tokens)
         rows = dealt.received_by_expert if self._exchanges else dealt.of(dealt.rank)
         for number, count in zip(dealt.here, rows, strict=True):
             yield tuple(self._expert_linear(f"mlp.experts.*.{kind}", number, count) for kind in ("fc1", "fc2"))
