@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from unittest import mock
 
 import bench_layer_memory
 import torch
@@ -27,9 +26,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megafp8.core.transformer import activation, attention, norm
-from megafp8.fp8 import gemm, quantizer, scaled_mm, triton_gemm, wgrad
+from megafp8.fp8 import gemm, quantizer, scaled_mm, triton_gemm
 from megafp8.fp8.formats import OperandSpec
-from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.storage import QuantizedStorage
 
 RECIPES = ("bf16", "blockwise", "tensorwise", "delayed")
 Stored = tuple[Tensor, Tensor]
@@ -99,7 +98,7 @@ class _Quantize:
         return torch.empty(1)
 
 
-def _multiply(a, b, bias, out_dtype, out=None) -> Tensor:
+def _multiply(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     return torch.empty(a.data.shape[0], b.data.shape[0], dtype=out_dtype) if out is None else out
 
 
@@ -119,32 +118,34 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
+def _replacements() -> Iterator[tuple[object, str, object]]:
+    """(owner, name, what stands there without kernels)."""
+    able = gemm.Capability(cublaslt=True, triton=True, name="NVIDIA H200")
+    yield gemm, "capability", lambda device: able
+    yield scaled_mm, "matmul", lambda a, b, bias, out_dtype, *rest: _multiply(a, b, out_dtype)
+    yield triton_gemm, "matmul", lambda a, b, bias, out_dtype, out=None, *rest: _multiply(a, b, out_dtype, out)
+    yield triton_gemm, "_kernels", lambda: ()
+    yield quantizer, "_backend", lambda device, spec: _Quantize
+    yield attention, "split_heads", _split_heads
+    yield F, "scaled_dot_product_attention", lambda q, k, v, **options: _Attention.apply(q, k, v)
+    kernels = (_Norms, _SwiGLU, _Norms)
+    for module in (norm, activation):
+        yield module, "fuses", lambda *args: True
+        yield module, "fused_kernels", lambda: kernels
+
+
 @contextmanager
 def no_kernels() -> Iterator[None]:
     """Inside, FP8 modules take the paths of a Hopper GPU, and kernels give results that nobody has computed."""
-    able = gemm.Capability(cublaslt=True, triton=True)
-    kernels = (_Norms, _SwiGLU, _Norms)
-    patches = [
-        mock.patch.object(gemm, "capability", lambda device: able),
-        mock.patch.object(torch.cuda, "get_device_name", lambda device: "NVIDIA H200"),
-        mock.patch.object(scaled_mm, "matmul", _multiply),
-        mock.patch.object(triton_gemm, "matmul", _multiply),
-        mock.patch.object(triton_gemm, "_kernels", lambda: (None, None)),
-        mock.patch.object(quantizer, "_backend", lambda device, spec: _Quantize),
-        mock.patch.object(attention, "split_heads", _split_heads),
-        mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **options: _Attention.apply(q, k, v)),
-        mock.patch.object(wgrad, "multiply_wgrad", lambda dy, x, out: out),
-    ]
-    for module in (norm, activation):
-        patches.append(mock.patch.object(module, "fuses", lambda *args: True))
-        patches.append(mock.patch.object(module, "fused_kernels", lambda: kernels))
-    for patch in patches:
-        patch.start()
+    before = []
     try:
+        for owner, name, value in _replacements():
+            before.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
         yield
     finally:
-        for patch in patches:
-            patch.stop()
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
 
 
 def layer_of(recipe: str) -> bench_layer_memory.Layer:

@@ -50,9 +50,7 @@ class Scaling:
         pairs = ((rowwise, colwise) for rowwise in (False, True) for colwise in (False, True))
         return {pair: Want(self.quantizer, *pair) for pair in pairs}
 
-    def want(
-        self, rows: int, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool
-    ) -> Want | None:
+    def want(self, rows: int, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool) -> Want | None:
         """The wish for a value of `rows` rows to be quantized where it is made; None where other ranks' values matter:
         they hold a part of its tiles, or of the tensor that a scale is taken from."""
         if self.grid is not None:
@@ -70,9 +68,7 @@ class Scaling:
         note = partial(history.record, self.name) if record else None
         return Want(self.quantizer, rowwise, colwise, scale=scale, record=note)
 
-    def quantize(
-        self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool
-    ) -> Quantized:
+    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool) -> Quantized:
         """record: whether this is the step's first look at the tensor: for the history, and for the observer."""
         quantized = self._quantize(x, rowwise, colwise, step, record)
         observer = step.observer if record and step is not None else None
@@ -81,9 +77,7 @@ class Scaling:
             observer.see(self.place, self.grid.pad(x, 1) if padded else x, quantized)
         return quantized
 
-    def _quantize(
-        self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, record: bool
-    ) -> Quantized:
+    def _quantize(self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, record: bool) -> Quantized:
         if self.quantizer.spec.tile.kind != "tensor":
             if self.cut == "rows":
                 return quantize_rows(self.quantizer, x, self.axis, rowwise, colwise)
