@@ -106,8 +106,13 @@ class FP8Config:
     fp8_gemm_backend: str = flag(
         "auto",
         "Which FP8 GEMMs run: auto picks by a table of measured speed; triton takes the kernels of "
-        "kernels/ (compute capability 9.0; not for mxfp8), cublaslt PyTorch's scaled_mm, reference plain PyTorch.",
+        "kernels/ (compute capability 9.0; 10.0 for mxfp8), cublaslt PyTorch's scaled_mm, reference plain PyTorch.",
         choices=("auto", "triton", "cublaslt", "reference"),
+    )
+    fp8_fast_accumulation: bool = flag(
+        False,
+        "Let tensor cores add up fprop's products alone, with about 13 bits: faster, and less accurate the longer the "
+        "sums. For recipes with one scale a tensor; dgrad and wgrad stay accurate.",
     )
     fp8_monitor_interval: int = flag(
         0,

@@ -76,6 +76,21 @@ def needs(recipe: Recipe, role: str, device: torch.device) -> dict[str, str]:
     return dict(wanted)
 
 
+def refusal(recipe: Recipe, device: torch.device, backend: str) -> str | None:
+    """Why `backend` can't run one of the dense GEMMs of `recipe` on `device`; None if it can. For before a run."""
+    if backend in ("auto", "reference"):
+        return None
+    able, tokens = capability(device), torch.zeros(32, 32)
+    x, w, dy = (recipe.quantizer(role).quantize(tokens, colwise=True) for role in ("input", "weight", "grad_output"))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for a, b, dtype in ((x.rowwise, w.rowwise, bf16), (dy.rowwise, w.colwise, bf16), (dy.colwise, x.colwise, fp32)):
+        a, b = _rewritten(a, b, backend, able)
+        reason = _refusals(able, device, _kind(a), _kind(b), dtype, backend)[0][backend]
+        if reason is not None:
+            return reason
+    return None
+
+
 def fprop(
     x: QuantizedStorage,
     weight: QuantizedStorage,
@@ -189,7 +204,7 @@ def _multiply(
             return out
         y = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype, device=device)
         return y if bias is None else y + bias.to(out_dtype)
-    a, b = _rewritten(a, b, backend)
+    a, b = _rewritten(a, b, backend, capability(device))
     chosen, reason = _choose(a, b, out_dtype, backend, out is not None, fast)
     if chosen == "triton":
         return triton_gemm.matmul(a, b, bias, out_dtype, out, fast)
@@ -268,13 +283,13 @@ def _example(kind: _Kind, device: torch.device) -> QuantizedStorage:
 
 
 def _rewritten(
-    a: QuantizedStorage, b: QuantizedStorage, backend: str, token_tile: int = 0
+    a: QuantizedStorage, b: QuantizedStorage, backend: str, able: Capability, token_tile: int = 0
 ) -> tuple[QuantizedStorage, QuantizedStorage]:
     """Blockwise operands with power-of-two scales as the same numbers in MXFP8, where tensor cores multiply that.
 
     Others as they are; so too where tiles restart at tokens that are no multiples of `token_tile`.
     """
-    if not capability(a.data.device).native_mxfp8 or backend == "reference":
+    if not able.native_mxfp8 or backend == "reference":
         return a, b
     if not all(s.scale is Scale.POW2 and s.tile.kind != "tensor" and s.tile.block % 32 == 0 for s in (a, b)):
         return a, b
@@ -291,9 +306,9 @@ def _multiply_grouped(
     a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype, backend: str, fast: bool = False
 ) -> Tensor:
     """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
-    a, b = _rewritten(a, b, backend)
-    native = capability(a.data.device).native_mxfp8
-    if _runs_grouped(a, b, triton_gemm.refuses_grouped(a, b, out_dtype, native), backend):
+    able = capability(a.data.device)
+    a, b = _rewritten(a, b, backend, able)
+    if _runs_grouped(a, b, triton_gemm.refuses_grouped(a, b, out_dtype, able.native_mxfp8), backend):
         return triton_gemm.matmul_grouped(a, b, ends, out_dtype, fast)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
@@ -307,9 +322,9 @@ def _wgrad_grouped(
     a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str
 ) -> Tensor:
     """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
-    a, b = _rewritten(a, b, backend, alignment)
-    native = capability(a.data.device).native_mxfp8
-    if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, native), backend):
+    able = capability(a.data.device)
+    a, b = _rewritten(a, b, backend, able, alignment)
+    if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8), backend):
         return triton_gemm.wgrad_grouped(a, b, ends, out, alignment)
     if out is None:
         out = torch.zeros(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device)

@@ -180,7 +180,8 @@ def _fprop_fp8(
         given = args.recipe.quantizer("input").quantize(x, True, colwise)
     if args.producer is None and args.step is not None and args.step.records:  # a producer's value has been shown
         args.observe("input", given, lambda: value)
-    y = gemm.grouped_fprop(given.rowwise, args.stack.operand("fprop"), args.ends, args.dtype, args.backend)
+    weight, fast = args.stack.operand("fprop"), args.recipe.fast_accumulation
+    y = gemm.grouped_fprop(given.rowwise, weight, args.ends, args.dtype, args.backend, fast)
     if remakes or not needs_wgrad:
         return y, None
     kept = pick(given, orientation)

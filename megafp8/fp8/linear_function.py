@@ -215,7 +215,7 @@ def _fprop_fp8(
         early = comm.grid.pad(early, 0)
 
     def multiply(x: QuantizedStorage) -> Tensor:
-        return comm.output(gemm.fprop(x, w, early, args.dtype, args.backend))
+        return comm.output(gemm.fprop(x, w, early, args.dtype, args.backend, args.recipe.fast_accumulation))
 
     y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+import torch
+
 from megafp8.config import Config
 from megafp8.config.fp8 import DEFAULT_RECIPE
 from megafp8.config.module_recipes import FLAG, module_recipes
+from megafp8.fp8 import gemm
 from megafp8.fp8.recipe import RECIPES, Recipe, get_recipe
 
 
@@ -62,6 +65,7 @@ def recipe_of(config: Config) -> Recipe | None:
         "fp8_format": fp8.fp8_format,
         "power_of_two_scales": fp8.fp8_power_of_two_scales,
         "amax_epsilon": fp8.fp8_amax_epsilon or None,
+        "fast_accumulation": fp8.fp8_fast_accumulation or None,
         "input_tile": fp8.fp8_input_tile,
         "weight_tile": fp8.fp8_weight_tile,
         "grad_tile": fp8.fp8_grad_tile,
@@ -90,3 +94,12 @@ def from_config(config: Config) -> Policy:
     flags |= {entry.pattern: FLAG for entry in chosen if entry.pattern not in flags}
     others = [(e.pattern, e.recipe and get_recipe(e.recipe, fp8_format=e.fp8_format)) for e in chosen]
     return Policy(recipe_of(config), keep, flags, others)
+
+
+def check_gemms(config: Config, device: torch.device) -> None:
+    """Before a model is built: raises ValueError where the backend that is asked for can't run a recipe's GEMMs."""
+    policy, backend = from_config(config), config.fp8.fp8_gemm_backend
+    for recipe in (policy.recipe, *(other for _, other in policy.others)):
+        reason = None if recipe is None else gemm.refusal(recipe, device, backend)
+        if reason is not None:
+            raise ValueError(f"--fp8-gemm-backend {backend} with --fp8-recipe {recipe.name}: {reason}; use auto")

@@ -43,6 +43,7 @@ class Recipe:
     power_of_two_scales: round FP32 scales down to a power of two.
     input_tile, weight_tile, grad_tile: "tensor", "1d" (1 x block) or "2d" (block x block).
     amax_epsilon: floor under the amaxes.
+    fast_accumulation: tensor cores of GPUs add up fprop's products alone, with about 13 bits; tensor tiles only.
     coverage: last name components of the linears that are quantized.
     """
 
@@ -58,6 +59,7 @@ class Recipe:
     weight_format: str | None = None
     grad_format: str | None = None
     amax_epsilon: float = 0.0
+    fast_accumulation: bool = False
     coverage: tuple[str, ...] = COVERED
 
     def __post_init__(self) -> None:
@@ -76,6 +78,11 @@ class Recipe:
             named = ", ".join(f"{_axis(role, 'tile')}={kind!r}" for role, kind in tiles.items())
             raise ValueError(
                 f"{named}: a GEMM takes two tensorwise or two tiled operands: use 'tensor' for all three or for none"
+            )
+        if self.fast_accumulation and "tensor" not in tiles.values():
+            raise ValueError(
+                f"fast_accumulation with recipe {self.name!r}: each tile's product is scaled and added in FP32: "
+                "use recipe 'tensorwise' or 'delayed', or leave it out"
             )
         for gemm, (a, b) in _GEMM_ROLES.items():
             if tiles[a] == tiles[b] == "2d":

@@ -143,7 +143,12 @@ CASES = {
     f"{FP8} --fp8-module-recipes @nowhere.txt": ["--fp8-module-recipes @nowhere.txt", "can't be read"],
     f"{FP8} --device cpu --fp8-gemm-backend cublaslt": ["--fp8-gemm-backend cublaslt", "--device cpu", "use"],
     f"{FP8} --device cpu --fp8-gemm-backend triton": ["--fp8-gemm-backend triton", "--device cpu", "use"],
-    f"{FP8} --fp8-recipe mxfp8 --fp8-gemm-backend triton": ["--fp8-gemm-backend triton", "mxfp8", "use auto"],
+    "--bf16 --fp8-fast-accumulation": ["--fp8-fast-accumulation", "needs --fp8-format"],
+    f"{FP8} --fp8-fast-accumulation": ["--fp8-fast-accumulation", "--fp8-recipe blockwise", "tensorwise or delayed"],
+    f"{FP8} --fp8-recipe delayed --fp8-fast-accumulation --device cpu": ["--fp8-fast-accumulation", "--device cpu"],
+    f"{FP8} --fp8-recipe tensorwise --fp8-fast-accumulation --fp8-gemm-backend reference": [
+        *("--fp8-fast-accumulation", "--fp8-gemm-backend reference", "leave one out"),
+    ],
     # batches, length, recomputation
     "--global-batch-size 5": ["--global-batch-size 5", "--micro-batch-size 2", "multiple of 2"],
     "--train-samples 10": ["--train-iters 5", "--train-samples 10", "leave one out"],

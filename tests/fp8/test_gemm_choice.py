@@ -5,13 +5,18 @@ import json
 import pytest
 import torch
 
-from megafp8.fp8 import Linear, gemm, gemm_speed, get_recipe, reference, triton_gemm
+from megafp8.config import parse_args
+from megafp8.fp8 import Linear, gemm, gemm_speed, get_recipe, policy, reference, scaled_mm, triton_gemm
 from megafp8.fp8.formats import Scale
 
 HOPPER = gemm.Capability(cublaslt=True, triton=True)
 ADA = gemm.Capability(cublaslt=True)
 BLACKWELL = gemm.Capability(cublaslt=True, triton=True, any_layout=True, native_mxfp8=True)
 NOTHING = gemm.Capability()
+SMALL = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --seq-length 32 --lr 1e-3 "
+    "--train-iters 1 --tokenizer-type ByteTokenizer --mock-data --bf16 --fp8-format"
+)
 
 
 @pytest.fixture
@@ -85,6 +90,45 @@ def test_what_a_device_cannot_do_is_refused_with_the_reason(capability, backend,
         gemm.fprop(x.rowwise, w.rowwise, backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["triton", "cublaslt"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_accumulation_reaches_fprop_alone(backend, fast, device, monkeypatch):
+    """From the recipe of a layer to what multiplies, whichever backend that is."""
+    seen, module = [], {"triton": triton_gemm, "cublaslt": scaled_mm}[backend]
+
+    def matmul(a, b, bias, out_dtype, *rest):
+        seen.append(rest[-1])
+        return reference.matmul(a, b, out_dtype)
+
+    monkeypatch.setattr(module, "matmul", matmul)
+    device(HOPPER)
+    options = {"recipe": get_recipe("tensorwise", fast_accumulation=fast), "gemm_backend": backend}
+    layer = Linear(32, 48, bias=False, params_dtype=torch.bfloat16, **options)
+    layer(torch.ones(16, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert seen == [fast, False, False]
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags", "reason"),
+    [
+        (HOPPER, "e4m3 --fp8-recipe mxfp8 --fp8-gemm-backend triton", "no MXFP8 GEMM; use auto"),
+        (HOPPER, "hybrid --fp8-module-recipes *.fc1=blockwise:hybrid --fp8-gemm-backend cublaslt", "E4M3 only"),
+        (ADA, "e4m3 --fp8-gemm-backend triton", "9.0"),
+        (BLACKWELL, "e4m3 --fp8-recipe mxfp8 --fp8-gemm-backend triton", None),
+        (BLACKWELL, "e4m3 --fp8-gemm-backend triton", None),
+        (HOPPER, "e4m3 --fp8-recipe mxfp8", None),
+    ],
+)
+def test_what_a_run_asks_for_is_checked_before_it_starts(capability, flags, reason, device):
+    device(capability)
+    config = parse_args(f"{SMALL} {flags}".split())
+    if reason is None:
+        policy.check_gemms(config, torch.device("cpu"))
+    else:
+        with pytest.raises(ValueError, match=f"^--fp8-gemm-backend .*{reason}"):
+            policy.check_gemms(config, torch.device("cpu"))
+
+
 def test_experts_ask_for_what_their_kernels_know(device):
     ends = torch.tensor([32], dtype=torch.int32)
     x, w = operands(get_recipe("blockwise", weight_tile="1d"))
@@ -103,7 +147,7 @@ def test_the_checked_in_table_is_well_formed():
     assert table
     for kinds in table.values():
         for kind, rows in kinds.items():
-            assert kind.removesuffix("+=") in ("tensorwise", "1d2d", "1d1d")
+            assert kind.removesuffix("+=") in ("tensorwise", "tensorwise fast", "1d2d", "1d1d", "mxfp8")
             assert all(min(m, n, k) > 0 and set(tflops) == {"triton", "cublaslt"} for m, n, k, tflops in rows)
 
 

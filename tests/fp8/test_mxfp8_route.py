@@ -153,7 +153,7 @@ def test_blockwise_experts_of_odd_sizes_keep_their_tiles(route):
     kernels = route(gemm.Capability(native_mxfp8=True))
     assert torch.equal(gemm.grouped_wgrad(dy.colwise, x.colwise, test_grouped_gemm.ends_of(counts)), want)
     assert kernels.called == []
-    a, _ = gemm._rewritten(dy.colwise, x.colwise, "auto", 1)
+    a, _ = gemm._rewritten(dy.colwise, x.colwise, "auto", BLACKWELL, 1)
     assert a.scale is Scale.POW2
-    a, _ = gemm._rewritten(dy.colwise, x.colwise, "auto", 128)
+    a, _ = gemm._rewritten(dy.colwise, x.colwise, "auto", BLACKWELL, 128)
     assert a.scale is Scale.E8M0

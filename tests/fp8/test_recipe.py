@@ -76,6 +76,7 @@ def test_weight_tiles_can_be_overridden():
         ("mxfp8", {"grad_format": "e5m2"}, "use 'e4m3'"),
         ("blockwise", {"weight_tile": "64"}, "'tensor', '1d' or '2d'"),
         ("blockwise", {"amax_epsilon": -1.0}, ">= 0"),
+        ("blockwise", {"fast_accumulation": True}, "recipe 'tensorwise' or 'delayed'"),
         ("blockwise", {"margin": 1}, "no axis 'margin'"),
         ("delayed", {"amax_history_len": 0}, "at least 1"),
         ("delayed", {"amax_compute_algo": "mean"}, "'most_recent'"),

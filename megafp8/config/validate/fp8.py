@@ -45,6 +45,10 @@ def fp8_axes(c: Config) -> str | None:
     for name in ("fp8_input_tile", "fp8_weight_tile", "fp8_grad_tile"):
         if c.is_given(name) and not traits.tiled:
             return f"{flag_of(name)} {c.value(name)}: {recipe} has one scale a tensor; use blockwise or mxfp8"
+    if c.fp8.fp8_fast_accumulation and traits.tiled:
+        return (
+            f"--fp8-fast-accumulation: {recipe} adds up its tiles in FP32; leave it out, or use tensorwise or delayed"
+        )
     if c.is_given("fp8_power_of_two_scales") and not traits.power_of_two:
         return f"--[no-]fp8-power-of-two-scales: scales of {recipe} are always powers of two; leave it out"
     if c.is_given("fp8_amax_epsilon") and not traits.power_of_two:
@@ -102,8 +106,10 @@ def fp8_modules(c: Config) -> str | None:
 def fp8_backend(c: Config) -> str | None:
     if c.train.device == "cpu" and c.fp8.fp8_gemm_backend in ("triton", "cublaslt"):
         return f"--fp8-gemm-backend {c.fp8.fp8_gemm_backend} needs a GPU, not --device cpu; use auto or reference"
-    if c.fp8.fp8_gemm_backend == "triton" and c.fp8.fp8_recipe == "mxfp8":
-        return "--fp8-gemm-backend triton has no GEMM for --fp8-recipe mxfp8; use auto"
+    if c.fp8.fp8_fast_accumulation and c.train.device == "cpu":
+        return "--fp8-fast-accumulation is about a GPU's tensor cores, not --device cpu; leave it out"
+    if c.fp8.fp8_fast_accumulation and c.fp8.fp8_gemm_backend == "reference":
+        return "--fp8-fast-accumulation is not for --fp8-gemm-backend reference, which is exact; leave one out"
     if c.fp8.fp8_param_gather and not c.optimizer.use_distributed_optimizer:
         return "--fp8-param-gather needs --use-distributed-optimizer; add it"
     return None
