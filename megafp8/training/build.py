@@ -16,7 +16,7 @@ import torch
 from megafp8.config import Config, with_vocab_size
 from megafp8.core.gpt import GPTModel, ModelChunks, build_model
 from megafp8.data import Datasets, Tokenizer, build_datasets, build_tokenizer, sample_counts
-from megafp8.fp8 import DelayedScaling
+from megafp8.fp8 import DelayedScaling, policy
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
@@ -96,6 +96,7 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     Raises ValueError, in one line, for what is wrong with flags or files, a model that memory doesn't hold included.
     """
     check_places(config, parallel)
+    policy.check_gemms(config, device)
     set_determinism(config, device)
     tokenizer = build_tokenizer(config.data)
     config = with_vocab_size(config, tokenizer.vocab_size)
