@@ -193,7 +193,8 @@ def describe_recipe(recipe: Recipe) -> str:
         tile = {"tensor": "tensor", "1d": f"1x{block}", "2d": f"{block}x{block}"}[spec.tile.kind]
         roles.append(f"{role} {spec.format.name} {tile}")
     scales = recipe.quantizer("weight").spec.scale.value
-    return f"fp8 {recipe.name}: {', '.join(roles)}; {scales} scales"
+    fast = "; fast accumulation in fprop" if recipe.fast_accumulation else ""
+    return f"fp8 {recipe.name}: {', '.join(roles)}; {scales} scales{fast}"
 
 
 def _count(items: Iterable[ParameterShape]) -> int:
