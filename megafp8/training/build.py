@@ -74,14 +74,23 @@ def set_determinism(config: Config, device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error, or one behind it, says that there was no memory to be had."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = "can't allocate memory|not enough memory|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    if isinstance(error, RuntimeError) and re.search(said, str(error)):  # PyTorch's, on CPUs, is a plain RuntimeError
+        return True
+    return error.__cause__ is not None and lacks_memory(error.__cause__)
+
+
 @contextmanager
 def memory_for(config: Config, device: torch.device) -> Iterator[None]:
     """Turns a lack of memory, while something big is built, into a ValueError of one line."""
     try:
         yield
-    except (MemoryError, OverflowError, RuntimeError) as error:  # PyTorch's, on CPUs, is a plain RuntimeError
-        lacking = isinstance(error, (MemoryError, OverflowError, torch.OutOfMemoryError))
-        if not lacking and not re.search("can't allocate memory|not enough memory|overflow", str(error)):
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        if not lacks_memory(error) and not isinstance(error, OverflowError) and "overflow" not in str(error):
             raise
         raise ValueError(
             f"the model and its optimizer do not fit in the memory of {device} (--num-layers "

@@ -15,10 +15,11 @@ from megafp8.plan.flops import training_flops_per_token
 from megafp8.training.agreement import Agreement
 from megafp8.training.balance import balance
 from megafp8.training.batches import IterationBatches
-from megafp8.training.build import Parts
+from megafp8.training.build import Parts, lacks_memory
 from megafp8.training.checkpointing import RunState, check_data_left, find_to_resume, resume
 from megafp8.training.fallback import Fallbacks
 from megafp8.training.iteration import IterationRunner
+from megafp8.training.memory_watch import MemoryWatch
 from megafp8.training.opening import opening_lines
 from megafp8.training.profiling import Profile
 from megafp8.training.progress import IterationRecord, Progress, read_records
@@ -62,6 +63,7 @@ class Trainer:
                 self.log.note(note)
         self._runner = self._build_runner()
         self._watchdog = build_watchdog(self.config, parts.parallel)
+        self._memory = MemoryWatch(parts, self.log.note)
         self._profile = Profile.of(parts, self.progress.iteration + 1, self.total_iterations, self.log.note)
 
     def _build_runner(self) -> IterationRunner:
@@ -111,8 +113,8 @@ class Trainer:
 
     def run(self) -> int:
         """Trains; returns 0, 128 + the signal's number when a signal ended the run (after a save), 1 when the last save
-        failed, or one of rerun.py's codes."""
-        with StopSignal() as stop, self._watchdog:
+        failed, or one of rerun.py's codes. Out of memory it raises SystemExit (memory_watch.py)."""
+        with StopSignal() as stop, self._memory, self._watchdog:
             try:
                 if not self.config.train.skip_train:
                     self._train(stop)
@@ -126,6 +128,8 @@ class Trainer:
             except Exception as error:
                 self._report(self._saves.rescue())
                 self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
+                if lacks_memory(error):
+                    raise self._memory.run_out(error, self.progress.iteration + 1, self._watchdog.end_all) from error
                 raise
             finally:
                 if self._profile is not None:
@@ -168,7 +172,9 @@ class Trainer:
                 self._watchdog.at(iteration, "log")
                 self._write_lines(pending, timer.lap())
                 pending = []
+                self._memory.at_line()
             with timer.paused():
+                self._memory.poll(iteration)
                 self._report(self._saves.poll())
                 if train.eval_interval and iteration % train.eval_interval == 0 and not last:
                     self._evaluate_all()

@@ -26,6 +26,8 @@ from megafp8.parallel import ParallelContext
 
 T = TypeVar("T")
 EXIT_HUNG = 18
+END = "watchdog/end"
+"""The store's key under which a rank that ends says so."""
 TELL_AT, GRACE = 0.75, 15.0
 PHASES = ("data", "forward and backward", "update", "log", "evaluation", "save")
 """In the order of an iteration: who is at an earlier one is behind."""
@@ -80,8 +82,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         told = False
-        interval = min(10.0, self._timeout / 20)
+        interval = self._interval
         while not self._leaving.wait(interval):
+            with _without_store():
+                self._end_with_others()
             idle = time.monotonic() - self._moved
             with _without_store():
                 self._store.set(f"watchdog/{self._rank}", json.dumps([*self._place, idle, time.time()]))
@@ -94,6 +98,31 @@ class Watchdog:
                 print(f"rank {self._rank}: hung, ended with exit code {EXIT_HUNG}", file=sys.stderr, flush=True)
                 self._end(EXIT_HUNG)
                 return
+
+    @property
+    def _interval(self) -> float:
+        return min(10.0, self._timeout / 20)
+
+    def end_all(self, code: int, reason: str) -> bool:
+        """Before this rank ends by exit code `code`: lets the others end by it too, wherever they wait. Returns whether
+        it is the first to say so."""
+        if self._store is None:
+            return True
+        first = True
+        with _without_store():
+            first = not self._store.check([END])
+            if first:
+                self._store.set(END, json.dumps([code, reason]))
+        if self._rank == 0:  # whose process may hold the store
+            time.sleep(self._interval + 1.0)
+        self._leaving.set()
+        return first
+
+    def _end_with_others(self) -> None:
+        if self._store.check([END]):
+            code, reason = json.loads(self._store.get(END))
+            print(f"rank {self._rank}: ended, for {reason}", file=sys.stderr, flush=True)
+            self._end(code)
 
     def _tell(self, idle: float, interval: float) -> None:
         time.sleep(interval)  # for the others to have published that they, too, don't move
