@@ -6,7 +6,8 @@
 
 `--help` explains the flags, `--dry-run` shows what a command line would run. Exit codes: 0 the run ended as it
 should, 1 an error, or the last checkpoint could not be saved, 2 a mistake in the flags or files, 128 + N a signal N
-ended it (after a save); 16, 17 and 18 a suspicious result or a job that hung (docs/trust.md).
+ended it (after a save); 16, 17 and 18 a suspicious result or a job that hung (docs/trust.md), 19 no memory was left
+(docs/working_day.md).
 """
 
 from __future__ import annotations
@@ -37,12 +38,19 @@ def main(argv: list[str] | None = None) -> int:
 def train(config: Config) -> int:
     from megafp8.parallel import build_parallel, close_parallel
     from megafp8.training.build import build_parts, pick_device
+    from megafp8.training.memory_watch import record_history
     from megafp8.training.restart import restarted
     from megafp8.training.trainer import Trainer
 
     try:
+        if config.parallel.fake_process_group:
+            from megafp8.training.one_rank import one_rank
+
+            print("\n".join(one_rank(config, pick_device(config.train.device))))
+            return 0
         config = restarted(config)
         device = pick_device(config.train.device)
+        record_history(config, device)
         parallel = build_parallel(config, device)
         trainer = Trainer(build_parts(config, parallel, device))
     except ValueError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -157,6 +157,10 @@ def _normal_box(spec: ParamSpec, seed: int) -> Tensor:
         here = (chunks == chunk).nonzero().squeeze(1)
         out[here] = block[wanted[here] - start, spec.box[-1][0] : spec.box[-1][1]]
     return out.view(spec.box_shape)
+
+
+InitialValues = Callable[[ParamSpec, int], Tensor]
+"""(spec, seed) -> FP32 values in the local shape, such as `initial_value`."""
 
 
 def initial_value(spec: ParamSpec, seed: int) -> Tensor:

@@ -92,6 +92,11 @@ class ParallelConfig:
         "nccl", "Communication library on GPUs; the CPU always uses gloo.", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "Minutes after which a collective that hangs ends the run.")
+    fake_process_group: bool = flag(
+        False,
+        "Run one rank of a large job alone, for its memory and time beside the plan's: WORLD_SIZE and RANK in the "
+        "environment say which. Communication answers at once; no loss means anything.",
+    )
     world_size: int = derived(1)  # number of processes: WORLD_SIZE, which torchrun sets
     data_parallel_size: int = derived(1)  # world size / (tensor * pipeline * context)
 

@@ -114,6 +114,12 @@ def _experts(config: Config) -> Config:
     return config
 
 
+def _one_rank(config: Config) -> Config:
+    """A rank that is alone can't know what others' routers would send it: as many tokens as anybody."""
+    alone = config.parallel.fake_process_group and config.model.num_experts is not None
+    return config.replace(moe_router_force_load_balancing=True) if alone else config
+
+
 def _biases(config: Config) -> Config:
     """With biases everywhere qkv has one too, so that `add_qkv_bias` alone tells."""
     return config.replace(add_qkv_bias=config.model.add_qkv_bias or config.model.add_bias_linear)
@@ -203,6 +209,7 @@ RULES = (
     _attention,
     _mlp,
     _experts,
+    _one_rank,
     _biases,
     _positions,
     _fp8,

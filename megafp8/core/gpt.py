@@ -36,17 +36,18 @@ from megafp8.config.pipeline import Stage, pipeline_stages, stages_of_rank
 from megafp8.core.build import BuildContext
 from megafp8.core.context_parallel import own_places
 from megafp8.core.moe.router import Router, with_loss
-from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.core.tensor_parallel.cross_entropy import summed_cross_entropy
 from megafp8.core.tensor_parallel.linear import LMHead
 from megafp8.core.transformer.block import TransformerBlock
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.embedding import Embedding
 from megafp8.core.transformer.mtp import Ahead, PredictionDepth, look_ahead
 from megafp8.core.transformer.norm import hidden_norm
+from megafp8.core.transformer.recompute import recomputed
 from megafp8.core.transformer.rope import inverse_frequencies, rotation, rotation_scale
 from megafp8.fp8 import policy
 from megafp8.parallel import ParallelContext
-from megafp8.params import GradSink, StateItem, initial_value, named_specs
+from megafp8.params import GradSink, InitialValues, StateItem, initial_value, named_specs
 from megafp8.step import Statistics, StepContext
 
 WEIGHTS = "model/"
@@ -111,6 +112,7 @@ class GPTModel(_Parts):
         self.token_ranks = build.tp.size if build.sequence_parallel else 1
         self.vocab_size, self.tp, self.cp = build.vocab_size, build.tp, build.parallel.cp
         self.padded_vocab_size = build.model.padded_vocab_size
+        self.loss_chunks = build.loss_chunks
         self.max_positions = build.model.max_position_embeddings
         self.experts_logged = build.model.num_experts if build.model.moe_per_layer_logging else None
         self.tied = not build.model.untie_embeddings_and_output_weights
@@ -181,9 +183,25 @@ class GPTModel(_Parts):
         return loss
 
     def _loss(self, hidden: Tensor, labels: Tensor, mask: Tensor, step: StepContext) -> Tensor:
+        """Sum of the losses. With several chunks of tokens, logits exist for one of them at a time, and backward computes
+        them again."""
+        if self.loss_chunks == 1:
+            return self._loss_of(hidden, labels, mask, step)
+        size, total = -(-hidden.shape[0] // self.loss_chunks), torch.zeros((), device=hidden.device)
+        # Backward runs the first chunk last: its gradient completes the weight's.
+        later = replace(step, grads=step.grads and _EarlierUse(step.grads))
+        labels, mask = (x.view(self.token_ranks, -1).split(size, 1) for x in (labels, mask))  # each rank's tokens
+        for number, (part, *rest) in enumerate(zip(hidden.split(size), labels, mask, strict=True)):
+            run = partial(self._loss_of_chunk, *(x.reshape(-1) for x in rest))
+            total = total + recomputed(run, later if number else step, part)
+        return total
+
+    def _loss_of_chunk(self, labels: Tensor, mask: Tensor, hidden: Tensor, step: StepContext) -> Tensor:
+        return self._loss_of(hidden, labels, mask, step)
+
+    def _loss_of(self, hidden: Tensor, labels: Tensor, mask: Tensor, step: StepContext) -> Tensor:
         logits = self.lm_head(hidden, step)
-        losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_size, self.padded_vocab_size, tp=self.tp)
-        return (losses * mask).sum()
+        return summed_cross_entropy(logits, labels, mask, self.vocab_size, self.padded_vocab_size, tp=self.tp)
 
     def _mtp_loss(self, hidden: Tensor, ahead: Callable[..., Ahead], sequences: Sequences, step: StepContext) -> Tensor:
         """Sum of the losses of all depths, which use the embedding and the LM head again."""
@@ -239,14 +257,20 @@ class ModelChunks(_Parts):
         return tuple(self._chunks)
 
 
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int, initial: InitialValues = initial_value) -> None:
     """Writes each parameter's initial value, a function of the seed and its global name, rounded to its dtype."""
     with torch.no_grad():
         for spec, param in named_specs(model):
-            param.copy_(initial_value(spec, seed))
+            param.copy_(initial(spec, seed))
 
 
-def build_model(config: Config, parallel: ParallelContext, device: torch.device | str) -> GPTModel | ModelChunks:
+def build_model(
+    config: Config,
+    parallel: ParallelContext,
+    device: torch.device | str,
+    *,
+    initial: InitialValues = initial_value,
+) -> GPTModel | ModelChunks:
     """The model of a configuration whose vocabulary is known (`config.with_vocab_size`), initialized from `--seed`.
 
     In a pipeline, this rank's stages. On the "meta" device nothing is allocated or initialized.
@@ -266,5 +290,5 @@ def build_model(config: Config, parallel: ParallelContext, device: torch.device 
         model = chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
     recipe_of.check()
     if device.type != "meta":
-        initialize(model, config.train.seed)
+        initialize(model, config.train.seed, initial)
     return model

@@ -30,7 +30,7 @@ from megafp8.optimizer.stored import Masters, Moments
 from megafp8.optimizer.update import BufferUpdate
 from megafp8.optimizer.weights import FlatWeights, ModelWeights, publish
 from megafp8.parallel import ParallelContext
-from megafp8.params import ParamSpec, StateItem, initial_value
+from megafp8.params import InitialValues, ParamSpec, StateItem, initial_value
 from megafp8.step import ScalingHistory
 
 PREFIX = "optimizer/"
@@ -77,6 +77,7 @@ class Optimizer:
         parallel: ParallelContext | None = None,
         sharding: Sharding = REPLICATED,
         scaling: ScalingHistory | None = None,
+        initial: InitialValues = initial_value,
         fused: bool = True,
     ):
         """See `build_optimizer`.
@@ -86,12 +87,13 @@ class Optimizer:
             seed: of initial values, and of the random bits that state below FP32 is rounded with.
             groups: by global name; None: decay as the specs say. precisions: of those whose state isn't all FP32.
             scaling: delayed scaling's history, for FP8 primary weights.
+            initial: what masters start from.
             fused: on a GPU, with kernels; without, the same bits by PyTorch's operations.
 
         """
         self.parallel = parallel or ParallelContext()
         self.weights = ModelWeights(params)
-        self.options = options
+        self.options, self._initial = options, initial
         trained = {name: param for name, param in self.weights.params.items() if param.requires_grad}
         if not trained:
             raise ValueError("no parameter requires a gradient: there is nothing to optimize")
@@ -153,7 +155,7 @@ class Optimizer:
         self.masters.attach([w.shard.parts(w.flat) if isinstance(w, FlatWeights) else [] for w in self._flat_weights])
         masters = self.masters.blank()
         for piece, master in masters.pieces():
-            value = initial_value(self._specs[piece.name], seed)
+            value = self._initial(self._specs[piece.name], seed)
             master.copy_(value.view(-1)[piece.start : piece.stop])
         self.masters.assign(masters)
 
@@ -359,8 +361,9 @@ def build_optimizer(
     *,
     decoupled: frozenset[str] = frozenset(),
     scaling: ScalingHistory | None = None,
+    initial: InitialValues = initial_value,
 ) -> Optimizer:
-    """The optimizer of a model's parameters; masters start from `initial_value`, never from a rounded weight.
+    """The optimizer of a model's parameters; masters start from `initial`, never from a rounded weight.
 
     Args:
         params: every parameter of the model, in the order of their use; those that require no gradient are only saved
@@ -382,6 +385,7 @@ def build_optimizer(
         parallel=parallel,
         sharding=Sharding.of(config),
         scaling=scaling,
+        initial=initial,
     )
     if parallel.ep.size == 1:  # else other ranks' experts have other names
         check_patterns(optimizer.all_names, config)

@@ -7,6 +7,7 @@ rows that come from and go to each rank. The counterpart of `core.moe`: layer, r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megafp8.config import Config
 from megafp8.config.parallel import layout_sizes
@@ -67,11 +68,17 @@ class Dealt:
     @property
     def received_by_expert(self) -> list[int]:
         """Rows for each of the rank's experts, of all ranks that hold the layer's experts together."""
-        sizes = layout_sizes(self.config.parallel)
-        size = sizes["ep"] * sizes["etp"]
-        first = self.rank // size * size
-        rows = [self.of(rank) for rank in range(first, first + size)]
-        return [sum(of_rank[e] for of_rank in rows) for e in self.here]
+        return list(_received(self))
+
+
+@lru_cache(maxsize=1 << 10)
+def _received(dealt: Dealt) -> tuple[int, ...]:
+    """`Dealt.received_by_expert`, the same for every layer."""
+    sizes = layout_sizes(dealt.config.parallel)
+    size = sizes["ep"] * sizes["etp"]
+    first = dealt.rank // size * size
+    rows = [dealt.of(rank) for rank in range(first, first + size)]
+    return tuple(sum(of_rank[e] for of_rank in rows) for e in dealt.here)
 
 
 def exchanges_tokens(config: Config) -> bool:
