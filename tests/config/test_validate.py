@@ -226,6 +226,10 @@ CASES = {
     "--iterations-to-skip 5:3": ["--iterations-to-skip 5:3", "a range goes up"],
     "--iterations-to-skip 0:3": ["--iterations-to-skip 0:3", "1 or more"],
     "--iterations-to-skip 5:": ["--iterations-to-skip '5:'", "100:110"],
+    # one rank alone
+    "--fake-process-group": ["--fake-process-group with one process", "WORLD_SIZE"],
+    "--fake-process-group --save x": ["--save x with --fake-process-group", "leave it out"],
+    "--fake-process-group --timing-log-level 1": ["--timing-log-level 1 with --fake-process-group"],
     # checkpoints
     "--save x --save-interval 10 --save-retain-interval 15": ["--save-retain-interval 15", "--save-interval 10"],
 }
