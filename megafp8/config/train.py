@@ -80,6 +80,11 @@ class TrainConfig:
         metavar="MODULE",
         shown_default="core_attn",
     )
+    cross_entropy_chunks: int = flag(
+        1,
+        "Run LM head and loss on so many parts of a microbatch's tokens in turn, and again in backward: logits of one "
+        "part exist at a time, for one more product of the head.",
+    )
     deterministic_mode: bool = flag(False, "Only deterministic kernels: the same run twice gives the same bits.")
     device: str = flag("auto", "Where to run; auto takes a GPU when there is one.", choices=("auto", "cpu", "cuda"))
     dry_run: bool = flag(False, "Print configuration, module precisions, parameters and memory, and stop.")

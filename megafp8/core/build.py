@@ -75,6 +75,7 @@ class BuildContext:
     comm_chunks: pieces into which tensor-parallel linears cut their work, to overlap it with communication.
     deterministic: only kernels with a deterministic backward.
     fp8_input_store: activations keep fc1's output in FP8; None: only those of experts in FP8.
+    loss_chunks: parts of the tokens that LM head and loss take in turn.
     ring_attention: context-parallel ranks pass keys and values on, instead of gathering them.
     head_norms_decay: weight decay applies to query and key norms.
     sums_outputs: tensor-parallel linears add up what the ranks have of Y and dX; False leaves that to the caller.
@@ -89,6 +90,7 @@ class BuildContext:
     gemm_backend: str = "auto"
     comm_chunks: int = 1
     deterministic: bool = False
+    loss_chunks: int = 1
     ring_attention: bool = False
     sums_outputs: bool = True
     dispatch: DispatchPlan = DispatchPlan()
@@ -159,6 +161,7 @@ class BuildContext:
             comm_chunks=OVERLAP_CHUNKS if config.parallel.tp_comm_overlap else 1,
             recompute=RecomputePlan.of(config.train),
             deterministic=config.train.deterministic_mode,
+            loss_chunks=config.train.cross_entropy_chunks,
             dispatch=DispatchPlan.of(config.parallel),
             fp8_input_store=config.fp8.activation_func_fp8_input_store,
             head_norms_decay=config.optimizer.apply_wd_to_qk_layernorm,

@@ -183,8 +183,8 @@ class GPTModel(_Parts):
         return loss
 
     def _loss(self, hidden: Tensor, labels: Tensor, mask: Tensor, step: StepContext) -> Tensor:
-        """Sum of the losses. With several chunks of tokens, logits exist for one of them at a time, and backward computes
-        them again."""
+        """Sum of the losses. With several chunks of tokens, logits exist for one of them at a time, and backward
+        computes them again."""
         if self.loss_chunks == 1:
             return self._loss_of(hidden, labels, mask, step)
         size, total = -(-hidden.shape[0] // self.loss_chunks), torch.zeros((), device=hidden.device)

@@ -48,9 +48,9 @@ def backward_bytes(plan: LayerPlan, part: str) -> int:
 
 
 def loss_bytes(sizes: Sizes) -> int:
-    """Returns what the loss's backward holds on top of the logits."""
+    """Returns what the loss holds on top of the logits while their gradient takes their place."""
     columns = sizes.model.padded_vocab_size // sizes.tp
-    return sizes.tokens * columns * sizes.element + 4 * min(sizes.tokens * columns, max(CHUNK_ELEMENTS, columns))
+    return 4 * min(sizes.tokens * columns, max(CHUNK_ELEMENTS, columns))
 
 
 def _has_shared(plan: LayerPlan) -> bool:

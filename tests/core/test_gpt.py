@@ -61,6 +61,27 @@ def test_logits_loss_and_gradients_equal_the_reference(family):
         assert relative_error(grad, p[name].grad) < 1e-5, name
 
 
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_chunks_of_tokens_give_the_same_loss_and_gradients(kind):
+    """Ragged chunks, more chunks than tokens; the head's weight is used again by multi-token prediction."""
+    m = replace({"untied": LLAMA, "tied": GPT2}[kind], mtp_num_layers=1)
+    tokens, labels, mask = batch()
+    results = []
+    for chunks in (1, 5, 100):
+        model = make_model(m, random=True, loss_chunks=chunks)
+        sink = Sink(model)
+        loss = model(tokens, step=StepContext(grads=sink), labels=labels, loss_mask=mask)
+        loss.backward()
+        with torch.no_grad():
+            assert model(tokens, step=StepContext(Phase.EVAL), labels=labels, loss_mask=mask) == loss
+        results.append((loss, sink.buffers, sorted(name for name in sink.calls if name.endswith("weight"))))
+    for loss, buffers, calls in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
+        assert calls == results[0][2]
+        for name, expected in results[0][1].items():
+            assert relative_error(buffers[name] - Sink.OFFSET, expected - Sink.OFFSET) < 1e-5, name
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_main_grads_are_added_to_and_each_weight_is_ready_once(family):
     """The tied weight collects both of its uses, and is ready after the second, the embedding's."""

@@ -54,7 +54,7 @@ def test_run_equals_that_of_one_process(pool, corpus, tmp_path):
     """Losses, gradient norms, evaluations; and after a resume in any other layout."""
     one, four = tmp_path / "one", tmp_path / "four"
     assert start(pool, 1, corpus, one) == [0]
-    half = ("--exit-interval", "3", "--save", str(tmp_path / "saved"))
+    half = ("--cross-entropy-chunks", "3", "--exit-interval", "3", "--save", str(tmp_path / "saved"))
     assert start(pool, 4, corpus, four, *TP_DP, *half) == [0] * 4
     for key in ("lm_loss", "grad_norm", "valid_loss"):
         assert near(lines(four, key), lines(one, key)[: len(lines(four, key))]), key

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from megafp8.config import Config
 from megafp8.config.model import ModelConfig
 from megafp8.core.build import BuildContext
-from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.core.tensor_parallel.cross_entropy import summed_cross_entropy, vocab_parallel_cross_entropy
 from megafp8.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.step import StepContext
@@ -47,6 +47,11 @@ def losses() -> list[tuple[Tensor, Tensor]]:
         loss = vocab_parallel_cross_entropy(part, labels, VOCAB, padded, label_smoothing=smoothing, z_loss=z, tp=tp)
         loss.backward(weights)
         assert torch.equal(part.detach().view(torch.int32), kept.view(torch.int32)), "the logits were changed"
+        place = kept.clone().requires_grad_()
+        total = summed_cross_entropy(place, labels, weights, VOCAB, padded, label_smoothing=smoothing, z_loss=z, tp=tp)
+        total.backward()
+        assert torch.equal(total, (loss * weights).sum())
+        assert torch.equal(place.grad, part.grad)
         found.append((loss.detach(), part.grad))
         with pytest.raises(ValueError, match=f"each of {tp.size} ranks must pass its part"):
             vocab_parallel_cross_entropy(logits, labels, VOCAB, padded, tp=tp)

@@ -7,17 +7,22 @@ With target t, K classes and smoothing e (as in `torch.nn.functional.cross_entro
 
 z weighs the z-loss (PaLM, section 5), which keeps lse near 0.
 
-The logits are worked on in chunks of tokens, so that FP32 intermediates stay small; backward needs only the logits
-and two FP32 numbers a token. The mean of the smoothing term runs over the whole logical vocabulary, never over a
-rank's part, and padding columns take part in nothing.
+The logits are worked on in chunks of tokens, so that FP32 intermediates stay small. The mean of the smoothing term runs
+over the whole logical vocabulary, never over a rank's part, and padding columns take part in nothing.
+
+Losses by token (`vocab_parallel_cross_entropy`) leave the logits alone: backward needs them, and two FP32 numbers a
+token. The sum of losses that training asks for (`summed_cross_entropy`) knows every token's weight in forward, and
+writes the logits' gradient over the logits at once: one matrix of the vocabulary's width instead of two, the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megafp8.parallel import Axis
 
@@ -43,12 +48,24 @@ def _local_targets(labels: Tensor, start: int, columns: int) -> tuple[Tensor, Te
     return torch.where(here, local, 0), here
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float, z: float, tp: Axis) -> Tensor:
-        start = tp.rank * logits.shape[1]
-        columns = min(max(vocab_size - start, 0), logits.shape[1])
-        target, here = _local_targets(labels, start, columns)
+@dataclass(frozen=True)
+class _Loss:
+    """The formulas of the module's docstring. vocab_size: logical; smoothing: e; z: weight of the z-loss; tp: the ranks
+    that have the other columns."""
+
+    vocab_size: int
+    smoothing: float
+    z: float
+    tp: Axis
+
+    def _columns(self, logits: Tensor) -> int:
+        """How many of this rank's columns belong to the logical vocabulary."""
+        return min(max(self.vocab_size - self.tp.rank * logits.shape[1], 0), logits.shape[1])
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """FP32 [T], and what the gradient needs besides the logits: target, here, top, log_sum."""
+        smoothing, tp, columns = self.smoothing, self.tp, self._columns(logits)
+        target, here = _local_targets(labels, tp.rank * logits.shape[1], columns)
         top, log_sum = _log_sum_exp(logits, columns, tp)
         picked = torch.zeros_like(top)
         if columns:
@@ -58,28 +75,58 @@ class _CrossEntropy(torch.autograd.Function):
             total = torch.empty_like(top)
             for rows in _chunks(*logits.shape):
                 total[rows] = _shifted(logits[rows, :columns], top[rows]).sum(1)
-            losses += smoothing * (log_sum - tp.sum_(total) / vocab_size)
-        if z:
-            losses += z * (top + log_sum).square()
-        ctx.save_for_backward(logits, target, here, top, log_sum)
-        ctx.columns, ctx.vocab_size, ctx.smoothing, ctx.z = columns, vocab_size, smoothing, z
-        return losses
+            losses += smoothing * (log_sum - tp.sum_(total) / self.vocab_size)
+        if self.z:
+            losses += self.z * (top + log_sum).square()
+        return losses, (target, here, top, log_sum)
 
-    @staticmethod
-    def backward(ctx, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, here, top, log_sum = ctx.saved_tensors
-        columns = ctx.columns
-        grad = torch.empty_like(logits)
+    def write_gradient(self, logits: Tensor, kept: tuple[Tensor, ...], grad_losses: Tensor, grad: Tensor) -> None:
+        """Writes the logits' gradient into `grad`, which may be the logits. grad_losses: FP32 [T]."""
+        columns, (target, here, top, log_sum) = self._columns(logits), kept
         grad[:, columns:] = 0
         for rows in _chunks(*logits.shape) if columns else ():
             p = _shifted(logits[rows, :columns], top[rows]).sub_(log_sum[rows, None]).exp_()
-            if ctx.z:
-                p *= 1 + 2 * ctx.z * (top[rows, None] + log_sum[rows, None])
-            if ctx.smoothing:
-                p -= ctx.smoothing / ctx.vocab_size
-            p.scatter_add_(1, target[rows, None], here[rows, None] * (ctx.smoothing - 1.0))
+            if self.z:
+                p *= 1 + 2 * self.z * (top[rows, None] + log_sum[rows, None])
+            if self.smoothing:
+                p -= self.smoothing / self.vocab_size
+            p.scatter_add_(1, target[rows, None], here[rows, None] * (self.smoothing - 1.0))
             grad[rows, :columns] = p.mul_(grad_losses[rows, None])
-        return grad, None, None, None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, loss: _Loss) -> Tensor:
+        losses, kept = loss.losses(logits, labels)
+        ctx.loss = loss
+        ctx.save_for_backward(logits, *kept)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor) -> tuple[Tensor, None, None]:
+        logits, *kept = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        ctx.loss.write_gradient(logits, tuple(kept), grad_losses, grad)
+        return grad, None, None
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Backward scales what forward wrote: by 1, which changes no bit, where the sum itself is what is trained on."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor, loss: _Loss) -> Tensor:
+        losses, kept = loss.losses(logits, labels)
+        if ctx.needs_input_grad[0]:
+            place = logits.detach()
+            loss.write_gradient(place, kept, weights, place)
+            ctx.save_for_backward(place)
+        return (losses * weights).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors  # a second backward finds it written to, and is refused
+        return place.mul_(grad), None, None, None
 
 
 def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -117,9 +164,35 @@ def vocab_parallel_cross_entropy(
     Raises ValueError when `logits` isn't this rank's part of the padded vocabulary (gathered logits, for one).
     """
     tp = tp or Axis()
+    _check(logits, padded_vocab_size, tp)
+    return _CrossEntropy.apply(logits, labels, _Loss(vocab_size, label_smoothing, z_loss, tp))
+
+
+def summed_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    vocab_size: int,
+    padded_vocab_size: int,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    tp: Axis | None = None,
+) -> Tensor:
+    """The sum of the tokens' losses times `weights` (FP32 [T], without a gradient): FP32 scalar.
+
+    Where the logits need a gradient it takes their place: nobody may read them afterwards, and backward runs once. All
+    else is as in `vocab_parallel_cross_entropy`, bit for bit, if the sum's own gradient is 1; another factor rounds the
+    logits' gradient a second time.
+    """
+    tp = tp or Axis()
+    _check(logits, padded_vocab_size, tp)
+    return _SummedCrossEntropy.apply(logits, labels, weights, _Loss(vocab_size, label_smoothing, z_loss, tp))
+
+
+def _check(logits: Tensor, padded_vocab_size: int, tp: Axis) -> None:
     if logits.shape[1] * tp.size != padded_vocab_size:
         raise ValueError(
             f"logits have {logits.shape[1]} columns; each of {tp.size} ranks must pass its part of the "
             f"{padded_vocab_size} of the padded vocabulary"
         )
-    return _CrossEntropy.apply(logits, labels, vocab_size, label_smoothing, z_loss, tp)

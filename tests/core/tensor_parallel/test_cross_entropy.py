@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megafp8.core.tensor_parallel import cross_entropy
-from megafp8.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megafp8.core.tensor_parallel.cross_entropy import summed_cross_entropy, vocab_parallel_cross_entropy
 
 VOCAB, PADDED, TOKENS = 101, 128, 37
 
@@ -82,3 +82,30 @@ def test_z_loss_is_the_square_of_the_log_sum():
     expected.backward(grad_losses.double())
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
     assert (x.grad - y.grad).norm() < 1e-6 * y.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_writes_the_same_gradient_over_the_logits(dtype, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 5 * PADDED)
+    logits, labels, weights = data(3.0, dtype)
+    weights[7] = 0  # a masked token
+    apart, place = logits.clone().requires_grad_(), logits.clone()
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    expected = (vocab_parallel_cross_entropy(apart, labels, VOCAB, PADDED, **options) * weights).sum()
+    expected.backward()
+
+    assert torch.equal(summed_cross_entropy(place, labels, weights, VOCAB, PADDED, **options), expected)
+    assert torch.equal(place, logits)  # without a gradient nothing is written
+    leaf = place.requires_grad_()
+    loss = summed_cross_entropy(leaf, labels, weights, VOCAB, PADDED, **options)
+    assert torch.equal(place, apart.grad)
+    loss.backward(retain_graph=True)
+    assert torch.equal(loss, expected)
+    assert torch.equal(leaf.grad, apart.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    leaf = logits.clone().requires_grad_()
+    (0.3 * summed_cross_entropy(leaf, labels, weights, VOCAB, PADDED, **options)).backward()
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(leaf.grad, (0.3 * apart.grad.double()).to(dtype), rtol=rounding, atol=0)
