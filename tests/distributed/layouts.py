@@ -249,8 +249,11 @@ def assemble(parts: list[dict[str, Part]]) -> dict[str, Tensor]:
     return whole
 
 
-def run_layout(pool: WorkerPool, values: dict, layout: Layout, steps: int = 5, **options) -> Run:
-    """Trains on `layout.world` ranks; everything put together. Losses and norms must be the same on all ranks."""
+def run_layout(pool: WorkerPool, values: dict, layout: Layout, steps: int = 2, **options) -> Run:
+    """Trains on `layout.world` ranks; everything put together. Losses and norms must be the same on all ranks.
+
+    The second step is the first that starts from what an optimizer wrote: weights, moments, scales.
+    """
     ranks = pool.run_on(layout.world, train_with, values, layout, steps, options)
     first = ranks[0]
     for other in ranks[1:]:

@@ -4,7 +4,8 @@
 
 The workers fork from a server that has imported torch once, so a pool costs one import and its restart next to
 nothing. A job's ranks find the default process group in place, so that `build_parallel` starts from it as it does in
-anybody's program; it is closed after the job. Ranks meet in a file: a TCP store may wait 5 s for a name server.
+anybody's program; it is closed when every rank has its result, since one that leaves early breaks the connections that
+another is still making. Ranks meet in a file: a TCP store may wait 5 s for a name server.
 
 A job that fails or hangs never spoils the next one: its error (the first rank's, with its traceback) is raised here,
 and all workers are killed and started anew.
@@ -30,8 +31,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 4
 """Workers; the largest world of a job."""
-GRACE_S = 5.0
+GRACE_S = 20.0
 """How long the other ranks may still take once one has failed."""
+PATIENCE_S = 400.0
+"""How long a job may take: a limit for hangs, which no busy machine comes near."""
 
 
 class WorkerError(RuntimeError):
@@ -52,7 +55,7 @@ class WorkerPool:
         self._context.set_forkserver_preload(["tests.distributed.preload"] if _importable() else ["torch.distributed"])
 
     def run_on(
-        self, world: int, function: Callable, *args: Any, timeout: float = 60.0, env: dict | None = None
+        self, world: int, function: Callable, *args: Any, timeout: float = PATIENCE_S, env: dict | None = None
     ) -> list:
         """`function(*args)` on ranks 0 to world - 1, each in a process of its own; their results in that order.
 
@@ -70,7 +73,10 @@ class WorkerPool:
                 variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), **(env or {})}
                 pipe.send((rank, world, f"{folder}/store", timeout, variables, where, payload))
             try:
-                return self._collect(world, timeout)
+                results = self._collect(world, timeout)
+                for _, pipe in self._workers[:world]:
+                    pipe.send("all have their results")
+                return results
             except BaseException:
                 self.close()
                 raise
@@ -154,14 +160,20 @@ def _serve(pipe: Connection) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(variables)
-        reply = _run(job, where, payload)
+        reply, done = _run(job, where, payload)
         os.environ.clear()
         os.environ.update(clean)
         pipe.send_bytes(reply)
+        if done:
+            try:
+                pipe.recv()
+            except (EOFError, OSError):
+                return
+            _close_groups()
 
 
-def _run(job: list, where: tuple[str, str, str], payload: bytes) -> bytes:
-    """The pickled result, ("done", value) or ("failed", (when, kind, message, trace))."""
+def _run(job: list, where: tuple[str, str, str], payload: bytes) -> tuple[bytes, bool]:
+    """The pickled result, ("done", value) or ("failed", (when, kind, message, trace)); whether it is the first."""
     import torch.distributed as dist
 
     rank, world, store, timeout = job
@@ -169,10 +181,16 @@ def _run(job: list, where: tuple[str, str, str], payload: bytes) -> bytes:
         if world > 1:
             limit, store = timedelta(seconds=timeout), dist.FileStore(store, world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        return pickle.dumps(("done", _function(*where)(*pickle.loads(payload))))
+        return pickle.dumps(("done", _function(*where)(*pickle.loads(payload)))), True
     except BaseException as error:  # noqa: BLE001 -- whatever it was, the test wants to see it
         # The time is taken before the groups close: their end is what makes the other ranks fail as well.
-        return pickle.dumps(("failed", (time.time(), type(error).__name__, str(error), traceback.format_exc())))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        told = time.time(), type(error).__name__, str(error), traceback.format_exc()
+        _close_groups()
+        return pickle.dumps(("failed", told)), False
+
+
+def _close_groups() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -59,13 +59,13 @@ def trained(pool_of_module, tmp_path_factory):
     directory, model = str(tmp_path_factory.mktemp("trained")), EXPERTS | {"lr": 3e-3, "min_lr": 3e-3}
     run = run_layout(pool_of_module, model, Layout(), 40, observe=partial(save_to, directory))
     assert run.losses[-1] < 0.9 * run.losses[0]
-    return directory, run_layout(pool_of_module, EXPERTS, Layout(), load=directory, observe=biases)
+    return directory, run_layout(pool_of_module, EXPERTS, Layout(), 5, load=directory, observe=biases)
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS[:1], LAYOUTS[1:4]), ids=str)
 def test_layout_equals_one_process_after_40_steps(pool, trained, layout):
     directory, expected = trained
-    run = run_layout(pool, EXPERTS, layout, load=directory, observe=biases)
+    run = run_layout(pool, EXPERTS, layout, 5, load=directory, observe=biases)
     compare(run, expected)
     for rank in run.extra:
         assert all(torch.equal(bias, expected.extra[0][router]) for router, bias in rank.items())

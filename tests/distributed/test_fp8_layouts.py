@@ -12,6 +12,7 @@ from torch import Tensor
 from megafp8.fp8 import DelayedScaling, Linear, gemm
 from megafp8.fp8.comm import CommPlan
 from megafp8.params import named_specs
+from tests.cases import quick
 from tests.distributed.layouts import LLAMA, Layout, assemble, distance, run_layout, train
 from tests.distributed.recorder import record
 
@@ -113,8 +114,14 @@ def one_process(pool_of_module):
     return {name: run_layout(pool_of_module, MODEL | recipe, Layout(), 2) for name, recipe in NEAR.items()}
 
 
-@pytest.mark.parametrize("layout", [SP, Layout(tp=2), Layout(tp=2, sp=True, dp=2, overlap=True)], ids=str)
-@pytest.mark.parametrize("name", NEAR)
+TP, BOTH = Layout(tp=2), Layout(tp=2, sp=True, dp=2, overlap=True)
+QUICK = {*((name, SP) for name in NEAR), ("tensorwise", TP), ("blockwise", BOTH), ("delayed", BOTH)}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    quick([(n, x) for n in NEAR for x in (SP, TP, BOTH)], QUICK, id=lambda case: f"{case[0]}-{case[1]}"),
+)
 def test_gradients_are_near_those_of_one_process(pool, one_process, name, layout):
     expected, actual = one_process[name], run_layout(pool, MODEL | NEAR[name], layout, 2)
     for parameter, grad in expected.grads.items():
@@ -139,7 +146,7 @@ def gather_in_high_precision(stack: ExitStack) -> None:
         stack.enter_context(mock.patch.object(CommPlan, name, return_value=False))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", quick(RECIPES, {"blockwise", "delayed"}))
 def test_fp8_gather_on_equals_off_bitwise(pool, name):
     """Losses, norms, every main_grad and every weight after two steps."""
     on = run_layout(pool, MODEL | RECIPES[name], SP, 2)
@@ -149,19 +156,23 @@ def test_fp8_gather_on_equals_off_bitwise(pool, name):
         assert all(torch.equal(a[parameter], b[parameter]) for parameter in a)
 
 
+AGAIN = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+}
+
+
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
-    ],
-    ids=["full", "selective"],
+    ("name", "what"),
+    quick(
+        [(name, what) for name in ("blockwise", "tensorwise") for what in AGAIN],
+        {("blockwise", "full"), ("tensorwise", "selective")},
+    ),
 )
-def test_recompute_changes_no_bit(pool, values):
-    for name in ("blockwise", "tensorwise"):
-        plain, again = (run_layout(pool, MODEL | RECIPES[name] | extra, SP, 2) for extra in ({}, values))
-        assert plain.losses == again.losses
-        assert all(torch.equal(plain.weights[parameter], again.weights[parameter]) for parameter in plain.weights)
+def test_recompute_changes_no_bit(pool, name, what):
+    plain, again = (run_layout(pool, MODEL | RECIPES[name] | extra, SP, 2) for extra in ({}, AGAIN[what]))
+    assert plain.losses == again.losses
+    assert all(torch.equal(plain.weights[parameter], again.weights[parameter]) for parameter in plain.weights)
 
 
 _scaling: list[DelayedScaling] = []
@@ -179,7 +190,7 @@ def scaling_state(model, optimizer, parallel) -> dict[str, Tensor]:
     return {name: item.tensor for name, item in _scaling[-1].state().items()}
 
 
-@pytest.mark.parametrize("layout", [SP, Layout(dp=2), Layout(tp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("layout", quick([SP, Layout(dp=2), Layout(tp=2, dp=2)], {Layout(tp=2, dp=2)}, id=str))
 def test_delayed_histories_are_shared(pool, layout):
     """Every rank has the same amaxes and scales; they are about one process's, whose FP8 rounds other sums."""
     model, options = MODEL | RECIPES["delayed"], {"fault": keep_scaling, "observe": scaling_state}

@@ -121,7 +121,7 @@ def same_parts(a: list[Parts], b: list[Parts]) -> None:
 
 def compare(pool, values: dict, layout: Layout, steps: int, tmp_path, extra: dict = PRIMARY, **options) -> list[float]:
     on, off = (
-        pool.run_on(layout.world, train, values | more, layout, steps, str(tmp_path / name), timeout=300, **options)
+        pool.run_on(layout.world, train, values | more, layout, steps, str(tmp_path / name), **options)
         for name, more in (("on", extra), ("off", ZERO))
     )
     for a, b in zip(on, off, strict=True):
@@ -134,7 +134,7 @@ def compare(pool, values: dict, layout: Layout, steps: int, tmp_path, extra: dic
 @pytest.mark.parametrize(("name", "dp"), [*product(RECIPES, (1,)), ("blockwise", 2), ("delayed", 2)])
 def test_on_equals_off(pool, tmp_path, name, dp):
     """Losses, norms, masters, moments and the weights that are saved; evaluations and saves in between (CASES 04)."""
-    compare(pool, MODEL | RECIPES[name], Layout(dp=dp), 8, tmp_path)
+    compare(pool, MODEL | RECIPES[name], Layout(dp=dp), 5, tmp_path)
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def refused() -> str:
     return "not refused"
 
 
-SHAPES = {"first": (77,), "a": (130, 200), "b": (384, 512), "c": (33, 40)}
+SHAPES = {"first": (77,), "a": (130, 200), "b": (256, 384), "c": (33, 40)}
 
 
 class Odd(torch.nn.Module):
@@ -198,18 +198,18 @@ class Odd(torch.nn.Module):
 
 
 def odd_steps(world: int, recipe: dict, primary: bool) -> tuple[Parts, dict[str, list[Tensor]]]:
-    """20 steps from gradients that add up exactly; the largest weight is made to lie in the last rank's part."""
+    """Some steps from gradients that add up exactly; the largest weight is made to lie in the last rank's part."""
     parallel = context(world)
     model = Odd(get_recipe(**recipe))
     sharding = Sharding(distributed=True, fp8_primary=primary, bucket_elements=40000, overlap_reduce=True)
     optimizer = Optimizer(specs_in_order(model), AdamWOptions(), seed=1, parallel=parallel, sharding=sharding)
-    for iteration in range(20):
+    for iteration in range(5):
         optimizer.zero_grad()
         for number, (_, view) in enumerate(sorted(optimizer.grads.state.views.items())):
             generator = torch.Generator().manual_seed(100 * iteration + number)
-            shares = torch.randint(-100, 100, (12, *view.shape), generator=generator).float()
+            shares = torch.randint(-100, 100, (12, *view.shape), generator=generator, dtype=torch.int16)
             shares.view(12, -1)[0, -1] -= 5000
-            view.add_(shares[parallel.rank :: world].sum(0))
+            view.add_(shares[parallel.rank :: world].float().sum(0))
         optimizer.reduce_gradients()
         optimizer.step(lr=1e-2, weight_decay=0.1, valid_tokens=100)
     operands = {}

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from megafp8.checkpoint import save_checkpoint
+from tests.cases import quick
 from tests.distributed.layouts import GPT2, LLAMA, Layout, compare, run_layout
 
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
@@ -25,8 +26,16 @@ def fresh(pool_of_module):
     return {name: run_layout(pool_of_module, model, Layout()) for name, model in MODELS.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {
+    *(("llama", layout) for layout in LAYOUTS[1:] if layout not in (Layout(tp=4), Layout(tp=2, dp=2))),
+    *(("gpt2", layout) for layout in (Layout(tp=4), Layout(tp=2, dp=2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    quick([(n, x) for n in MODELS for x in LAYOUTS], QUICK, id=lambda case: f"{case[0]}-{case[1]}"),
+)
 def test_layout_equals_one_process(pool, fresh, name, layout):
     """CASES 14, 18, 82: norms see a part of the tokens, samples have 0 to all valid tokens, the vocabulary is 101."""
     compare(run_layout(pool, MODELS[name], layout), fresh[name])
@@ -43,13 +52,13 @@ def trained(pool_of_module, tmp_path_factory):
     fast = LLAMA | {"lr": 3e-3, "min_lr": 3e-3}
     run = run_layout(pool_of_module, fast, Layout(), 50, observe=partial(save_to, directory))
     assert run.losses[-1] < 0.8 * run.losses[0]
-    return directory, run_layout(pool_of_module, LLAMA, Layout(), load=directory)
+    return directory, run_layout(pool_of_module, LLAMA, Layout(), 5, load=directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", quick(LAYOUTS, {Layout(tp=2, sp=True, dp=2)}, id=str))
 def test_layout_equals_one_process_after_50_steps(pool, trained, layout):
     directory, expected = trained
-    compare(run_layout(pool, LLAMA, layout, load=directory), expected)
+    compare(run_layout(pool, LLAMA, layout, 5, load=directory), expected)
 
 
 def test_microbatch_size_changes_nothing(pool, fresh):

@@ -13,6 +13,7 @@ from megafp8.fp8 import Linear, get_recipe
 from megafp8.optimizer import AdamWOptions, Optimizer, Sharding
 from megafp8.params import Init, ParamSpec, initial_value, specs_in_order
 from megafp8.step import StepContext
+from tests.cases import quick
 from tests.distributed.layouts import GPT2, LLAMA, Layout, compare, distance, run_layout
 from tests.distributed.recorder import record
 from tests.distributed.test_zero import context
@@ -36,12 +37,22 @@ def use_small_buckets(stack: ExitStack) -> None:
 SMALL_BUCKETS = {"fault": use_small_buckets}
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2, sp=True, dp=2)], ids=str)
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["untied", "tied"])
-def test_sharded_and_overlapped_runs_have_the_bits_of_the_plain_one(pool, layout, model):
-    plain = run_layout(pool, model, layout, 3)
+MODELS = {"untied": LLAMA, "tied": GPT2}
+DP, MIXED = Layout(dp=2), Layout(tp=2, sp=True, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    quick(
+        [(name, layout) for name in MODELS for layout in (DP, MIXED)],
+        {("untied", DP), ("tied", MIXED)},
+        id=lambda case: f"{case[0]}-{case[1]}",
+    ),
+)
+def test_sharded_and_overlapped_runs_have_the_bits_of_the_plain_one(pool, layout, name):
+    plain = run_layout(pool, MODELS[name], layout)
     for values in (ZERO, OVERLAP, GATHER, {"overlap_grad_reduce": True}):
-        same(run_layout(pool, model | values, layout, 3, **SMALL_BUCKETS), plain)
+        same(run_layout(pool, MODELS[name] | values, layout, **SMALL_BUCKETS), plain)
 
 
 def test_sharded_fp8_run_has_the_bits_of_the_plain_one(pool):
@@ -91,7 +102,7 @@ class OutOfOrder(nn.Module):
 
 
 def out_of_order(recipe: str | None, overlap: bool) -> tuple[list[float], list[str]]:
-    """Losses of 20 steps, and what the last one sent and waited for."""
+    """Losses of some steps, and what the last one sent and waited for."""
     parallel = context(2)
     model = OutOfOrder(get_recipe(recipe) if recipe else None)
     sharding = Sharding(distributed=True, overlap_reduce=overlap, overlap_gather=overlap, bucket_elements=64)
@@ -99,7 +110,7 @@ def out_of_order(recipe: str | None, overlap: bool) -> tuple[list[float], list[s
     if overlap:
         optimizer.wait_before_use(model)
     losses, events = [], []
-    for iteration in range(20):
+    for iteration in range(6):
         optimizer.zero_grad(2)
         with record() as log:
             for micro in range(2):
@@ -154,6 +165,6 @@ def unequal() -> list[float]:
 
 
 def test_buckets_leave_in_one_order_whatever_gets_ready_first(pool):
-    first, second = pool.run_on(2, unequal, timeout=20)
+    first, second = pool.run_on(2, unequal)
     assert first == second
     assert all(value == value for value in first)

@@ -25,8 +25,13 @@ LAYOUTS = [
     *(Layout(pp=4, schedule=name) for name in SCHEDULES),
     *(Layout(pp=2, chunks=2, schedule=name) for name in SCHEDULES),
 ]
-SLOW_RECIPES = {"bf16", "tensorwise", "mxfp8"}
-STEPS = 3
+QUICK = {
+    ("blockwise", Layout(pp=2, schedule="zero-bubble")),
+    ("blockwise", Layout(pp=2, chunks=2)),
+    ("delayed", Layout(pp=2)),
+    ("delayed", Layout(pp=2, chunks=2, schedule="zero-bubble")),
+}
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def assert_same_bits(actual, expected):
 def cases():
     for name in RECIPES:
         for layout in LAYOUTS:
-            slow = name in SLOW_RECIPES or (name != "fp32" and (layout.pp == 4 or layout.schedule == "gpipe"))
+            slow = name != "fp32" and (name, layout) not in QUICK
             yield pytest.param(name, layout, marks=[pytest.mark.slow] * slow, id=f"{name}-{layout}")
 
 

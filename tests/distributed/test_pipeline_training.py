@@ -57,14 +57,16 @@ def test_run_and_resumes_have_the_bits_of_one_process(pool, corpus, tmp_path, re
 def test_all_axes_but_data_equal_one_process(pool, corpus, tmp_path):
     """PP2 x CP2, tied, with documents that don't see each other."""
     documents = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
-    assert start(pool, 1, corpus, tmp_path / "one", *documents) == [0]
+    short = ("--train-iters", "3", "--lr-warmup-iters", "1")
+    assert start(pool, 1, corpus, tmp_path / "one", *documents, *short) == [0]
     for name, ring in (("gather", ()), ("ring", ("--cp-comm-type", "p2p"))):
         layout = (*PP, "--context-parallel-size", "2", *ring)
-        assert start(pool, 4, corpus, tmp_path / name, *documents, *layout) == [0] * 4
+        assert start(pool, 4, corpus, tmp_path / name, *documents, *layout, *short) == [0] * 4
         for key in ("lm_loss", "grad_norm", "valid_loss"):
             assert near(lines(tmp_path / name, key), lines(tmp_path / "one", key)), (name, key)
 
 
+SHORT = ("--train-iters", "3", "--lr-warmup-iters", "1", "--eval-interval", "9")
 MOE = ("--num-experts", "4", "--moe-ffn-hidden-size", "24", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "1e-2")
 
 
@@ -77,7 +79,7 @@ def test_auxiliary_losses_in_the_log(pool, corpus, tmp_path):
         "stages": (2, (*PP, *common, "full")),
     }
     for name, (world, extra) in runs.items():
-        codes = start(pool, world, corpus, tmp_path / name, *extra, "--train-iters", "4", "--eval-interval", "9")
+        codes = start(pool, world, corpus, tmp_path / name, *extra, *SHORT)
         assert codes == [0] * world
     aux = {name: lines(tmp_path / name, "aux_loss") for name in runs}
     assert all(value > 0.5 for value in aux["one"])

@@ -17,7 +17,7 @@ from tests.training.runs import RECIPES, flags, write_corpus
 from tests.training.test_guard import LAYER, PRIMARY, events, infinite_output, plant, skipped
 
 TP_DP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-SHORT = ("--train-iters", "5", "--eval-iters", "0", "--log-interval", "1", "--global-batch-size", "8")
+SHORT = ("--train-iters", "4", "--eval-iters", "0", "--log-interval", "1", "--global-batch-size", "8")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_statistics_are_those_of_one_process(pool, corpus, tmp_path, layout):
     found = {}
     for name, world, extra in (("one", 1, ()), ("four", 4, layout)):
         argv = command(corpus, tmp_path / name, "--fp8-monitor-interval", "1", "--exit-interval", "1", *extra)
-        assert pool.run_on(world, run, argv, timeout=120) == [0] * world
+        assert pool.run_on(world, run, argv) == [0] * world
         lines = [json.loads(line) for line in (tmp_path / name / "fp8_monitor.jsonl").read_text().splitlines()]
         found[name] = {(line["linear"], line["role"]): line for line in lines if line["iteration"] == 1}
     assert found["one"].keys() == found["four"].keys()
@@ -76,7 +76,7 @@ def test_one_ranks_fault_makes_all_ranks_fall_back(pool, corpus, tmp_path):
     """TP 2 x DP 2, FP8 primary weights and BF16 ones: the same run, bit for bit, with the same fallback."""
     for name, extra in (("plain", ()), ("primary", PRIMARY)):
         argv = command(corpus, tmp_path / name, "--fp8-fallback-after", "1", *TP_DP, *extra, recipe="tensorwise")
-        assert pool.run_on(4, run_with_fault, argv, timeout=120) == [0] * 4
+        assert pool.run_on(4, run_with_fault, argv) == [0] * 4
         assert skipped(tmp_path / name) == [3]
         nonfinite, fallback = events(tmp_path / name)
         assert (nonfinite["first"], nonfinite["role"]) == (LAYER, "output")
@@ -102,7 +102,7 @@ def run_with_straggler(argv: list[str]) -> int:
 
 
 def test_a_slow_rank_is_in_the_log(pool, corpus, tmp_path):
-    assert pool.run_on(2, run_with_straggler, command(corpus, tmp_path, recipe="fp32"), timeout=120) == [0] * 2
+    assert pool.run_on(2, run_with_straggler, command(corpus, tmp_path, recipe="fp32")) == [0] * 2
     lines = read_metrics(tmp_path)[0]
     assert [line["slowest_rank"] for line in lines[1:]] == [1] * (len(lines) - 1)
     assert all(line["compute_ms_max"] - line["compute_ms_median"] > 100 for line in lines[1:])
@@ -116,7 +116,7 @@ EXPERTS = (
 
 def aux_losses(pool, corpus: Path, log_dir: Path, world: int, *extra: str) -> list[float]:
     argv = command(corpus, log_dir, *EXPERTS, "--exit-interval", "3", *extra, recipe="fp32")
-    assert pool.run_on(world, run, argv, timeout=120) == [0] * world
+    assert pool.run_on(world, run, argv) == [0] * world
     return [line["aux_loss"] for line in read_metrics(log_dir)[0]]
 
 

@@ -1,8 +1,9 @@
 """Runs compiled kernels (PTX) on the CPU with numpy, so that machines without a GPU check what the compiler made.
 
-All threads of a program execute in lockstep, one instruction at a time over arrays of registers. That hides timing, so
-shared memory keeps a log: an access that touches bytes which another warp has touched since the last barrier, one of
-the two writing, is a race and raises. So do misaligned and out-of-bounds accesses and branches that diverge.
+All threads of many programs execute in lockstep, one instruction at a time over arrays of registers; programs that take
+another branch go on by themselves. That hides timing, so shared memory keeps a log: an access that touches bytes which
+another warp has touched since the last barrier, one of the two writing, is a race and raises. So do misaligned and
+out-of-bounds accesses and branches that diverge within a program.
 It knows the instructions that the quantization kernels compile to (no tensor cores, no asynchronous copies) and raises
 NotImplementedError for others. What it cannot check is ptxas, which makes machine code from PTX.
 """
@@ -11,55 +12,38 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from tests.kernels.ptx_code import FLOATS, INTEGERS, handlers, parse
 
 BF16 = ml_dtypes.bfloat16
 FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e5m2, 57344.0)}
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 FIRST_ADDRESS = 4096  # of global memory; below it, nothing may be touched
-
-
-class Instruction(NamedTuple):
-    """`@predicate opcode.parts operands`"""
-
-    predicate: str
-    parts: list[str]
-    operands: list[str]
-
-
-def parse(ptx: str) -> tuple[list[Instruction], dict[str, int], list[str], int]:
-    """(instructions, label -> index, parameter names, threads a program) of a module with one kernel."""
-    header, _, rest = ptx[ptx.index(".entry") :].partition("{")
-    parameters = re.findall(r"(\w+_param_\d+)", header)
-    threads = int(re.search(r"\.reqntid\s+(\d+)", header).group(1))
-    text = re.sub(r"//[^\n]*", "", rest[: rest.index("// -- End function")])
-    text = re.sub(r"^\s*\.loc[^\n]*", "", text, flags=re.M)
-    text = re.sub(r"(\$L\w+):", r"label \1;", text)
-    program: list[Instruction] = []
-    labels: dict[str, int] = {}
-    for statement in text.split(";"):
-        # Braces around inline assembly open a scope, those inside an operand list make a vector.
-        statement = re.sub(r"^[{}\s]+", "", " ".join(statement.split()))
-        if statement.startswith("label"):
-            labels[statement.split()[1]] = len(program)
-        elif statement and not statement.startswith("."):
-            match = re.match(r"(?:@(!?%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)$", statement)
-            operands = re.findall(r"[^,{}\[\]\s][^,{}\[\]]*|\{[^}]*\}|\[[^\]]*\]", match.group(3))
-            program.append(Instruction(match.group(1) or "", match.group(2).split("."), [o.strip() for o in operands]))
-    return program, labels, parameters, threads
+LOCKSTEP = 16384  # threads that execute together
 
 
 class SharedMemory:
-    """Bytes, and who touched each of them last since which barrier."""
+    """Bytes of several programs, one after another, and who touched each of them last since which barrier."""
 
-    def __init__(self, size: int, warps: np.ndarray) -> None:
-        self.data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
-        self.warps, self.epoch = warps, 0
-        self.written, self.read = (np.full((2, size), -1) for _ in range(2))  # [epoch, warp] of the last access
+    def __init__(self, size: int, programs: int, warps: np.ndarray) -> None:
+        self.size, self.warps, self.epoch = size, warps, 0
+        self.data = np.random.default_rng(size).integers(0, 256, size * programs, dtype=np.uint8)
+        # [epoch, warp] of the last access
+        self.written, self.read = (np.full((2, size * programs), -1) for _ in range(2))
+
+    def of(self, programs: np.ndarray, warps: np.ndarray) -> SharedMemory:
+        """A copy for some of the programs."""
+        part = SharedMemory.__new__(SharedMemory)
+        part.size, part.warps, part.epoch = self.size, warps, self.epoch
+        part.data = self.data.reshape(-1, self.size)[programs].ravel()
+        part.written, part.read = (
+            log.reshape(2, -1, self.size)[:, programs].reshape(2, -1) for log in (self.written, self.read)
+        )
+        return part
 
     def note(self, index: np.ndarray, active: np.ndarray, writes: bool) -> None:
         warp = np.broadcast_to(self.warps[active][:, None], index.shape)
@@ -70,59 +54,72 @@ class SharedMemory:
         log[0][index], log[1][index] = self.epoch, warp
 
 
-class Program:
-    """One program (CTA) of a kernel."""
+class Programs:
+    """The programs (CTAs) of a kernel: as many at a time as make up LOCKSTEP threads, in order."""
 
     def __init__(self, ptx: str, memory: np.ndarray, shared: int) -> None:
-        self.code, self.labels, self.parameters, self.threads = parse(ptx)
+        self.code, self.labels, self.parameters, self.width = parse(ptx)
         self.memory, self.shared_size = memory, shared
-        self.thread = np.arange(self.threads)
+        self.handlers = handlers(ptx)
 
-    def run(self, index: int, programs: int, arguments: list[Any]) -> None:
-        self.registers: dict[str, np.ndarray] = {}
-        self.special = {"%tid.x": self.thread, "%ctaid.x": index, "%nctaid.x": programs, "global_smem": 0}
+    def run(self, grid: int, arguments: list[Any]) -> None:
         self.arguments = dict(zip(self.parameters, arguments, strict=True))
-        self.shared = SharedMemory(self.shared_size, self.thread // 32)
-        position = 0
+        together = max(1, LOCKSTEP // self.width)
+        for first in range(0, grid, together):
+            index = np.arange(first, min(first + together, grid))
+            self._enter(index, grid)
+            self.registers: dict[str, np.ndarray] = {}
+            self.shared = SharedMemory(self.shared_size, len(index), self.thread // 32)
+            self._execute(0)
+
+    def _enter(self, index: np.ndarray, grid: int) -> None:
+        """Whose threads the arrays are from now on."""
+        self.index, self.grid = index, grid
+        self.threads = len(index) * self.width
+        self.thread = np.arange(self.threads)
+        self.special = {
+            "%tid.x": self.thread % self.width,
+            "%ctaid.x": np.repeat(index, self.width),
+            "%nctaid.x": grid,
+            "global_smem": 0,
+        }
+
+    def _execute(self, position: int) -> None:
         while position < len(self.code):
             instruction = self.code[position]
-            position += 1
             self.mask = self.predicate(instruction.predicate) if instruction.predicate else None
             name = instruction.parts[0]
+            target = position + 1
             if name in ("bra", "ret"):
-                taken = np.ones(1, bool) if self.mask is None else self.mask
-                assert taken.all() or not taken.any(), "threads diverge"
-                if taken.all():
-                    position = len(self.code) if name == "ret" else self.labels[instruction.operands[0]]
+                taken = self._taken()
+                jump = len(self.code) if name == "ret" else self.labels[instruction.operands[0]]
+                if taken.any() and not taken.all():
+                    self._part(taken, jump, target)
+                    return
+                target = jump if taken.all() else target
             elif name == "bar":
                 self.shared.epoch += 1
             else:
-                self.handler(instruction)(instruction.parts, instruction.operands)
+                getattr(self, self.handlers[position])(instruction.parts, instruction.operands)
+            position = target
 
-    def handler(self, instruction: Instruction) -> Callable[[list[str], list[str]], None]:
-        name, last = instruction.parts[0], instruction.parts[-1]
-        by_name = {
-            "ld": self.load,
-            "st": self.store,
-            "ldmatrix": self.matrix,
-            "stmatrix": self.matrix,
-            "mov": self.move,
-            "setp": self.compare,
-            "selp": self.select,
-            "shfl": self.shuffle,
-            "cvt": self.convert,
-            "prmt": self.permute_bytes,
-            "atom": self.atomic,
-        }
-        if name in by_name:
-            return by_name[name]
-        if last == "pred":
-            return self.logic
-        if last in ("f32", "bf16x2") and name in FLOATS:
-            return self.arithmetic
-        if re.fullmatch(r"[bus]\d+", last) and (name in INTEGERS or name in ("shl", "shr", "bfe")):
-            return self.integer
-        raise NotImplementedError(".".join(instruction.parts))
+    def _taken(self) -> np.ndarray:
+        """Which programs take a branch."""
+        if self.mask is None:
+            return np.ones(len(self.index), bool)
+        taken = self.mask.reshape(-1, self.width)
+        assert (taken == taken[:, :1]).all(), "threads diverge"
+        return taken[:, 0]
+
+    def _part(self, taken: np.ndarray, jump: int, following: int) -> None:
+        """Some programs jump and some don't: each of the two go on to their end by themselves."""
+        index, grid, registers, shared = self.index, self.grid, self.registers, self.shared
+        for chosen, position in ((~taken, following), (taken, jump)):
+            rows = np.repeat(chosen, self.width)
+            self._enter(index[chosen], grid)
+            self.registers = {name: value[rows] for name, value in registers.items()}
+            self.shared = shared.of(chosen, self.thread // 32)
+            self._execute(position)
 
     # Operands
 
@@ -177,10 +174,13 @@ class Program:
         """Reads, or writes `data [threads, size]`, for the active threads."""
         active = np.ones(self.threads, bool) if self.mask is None else self.mask
         index = (address[:, None] + np.arange(size))[active]
-        memory, first = (self.shared.data, 0) if space == "shared" else (self.memory, FIRST_ADDRESS)
-        assert not (address[active] % size).any(), f"misaligned {space} access of {size} bytes"
-        assert not index.size or (index.min() >= first and index.max() < len(memory)), f"{space} access out of bounds"
+        memory, first, end = self.memory, FIRST_ADDRESS, len(self.memory)
         if space == "shared":
+            memory, first, end = self.shared.data, 0, self.shared.size
+        assert not (address[active] % size).any(), f"misaligned {space} access of {size} bytes"
+        assert not index.size or (index.min() >= first and index.max() < end), f"{space} access out of bounds"
+        if space == "shared":
+            index = index + (self.thread[active] // self.width * self.shared.size)[:, None]
             self.shared.note(index, active, data is not None)
         if data is not None:
             memory[index] = data[active]
@@ -362,39 +362,3 @@ class Program:
             return
         with np.errstate(over="ignore", divide="ignore"):
             self.write(operands[0], INTEGERS[name](*values).astype(values[0].dtype))
-
-
-def _truncated_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    quotient = np.abs(a.astype(np.int64)) // np.maximum(np.abs(b.astype(np.int64)), 1)
-    return np.where((a < 0) != (b < 0), -quotient, quotient)
-
-
-FLOATS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "fma": lambda a, b, c: a.astype(np.float64) * b + c,
-    "max": lambda *v: np.fmax(np.fmax(v[0], v[1]), v[-1]),
-    "min": lambda *v: np.fmin(np.fmin(v[0], v[1]), v[-1]),
-    "abs": np.abs,
-    "neg": np.negative,
-    "div": np.divide,
-    "sqrt": np.sqrt,
-    "rcp": lambda a: np.float32(1) / a,
-    "ex2": lambda a: np.where(a < -126, 0, np.exp2(a.astype(np.float64))),
-}
-INTEGERS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "mad": lambda a, b, c: a * b + c,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "neg": np.negative,
-    "min": np.minimum,
-    "max": np.maximum,
-    "div": _truncated_quotient,
-    "rem": lambda a, b: a - _truncated_quotient(a, b) * b,
-}

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tests.kernels.ptx_emulator import FIRST_ADDRESS, Program
+from tests.kernels.ptx_emulator import FIRST_ADDRESS, Programs
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes one program may use on Hopper
@@ -135,10 +135,9 @@ def emulate(launch: Launch, ptx: str | None = None) -> None:
             arguments.append(start + value.storage_offset() * value.element_size())
         elif kind != "constexpr":
             arguments.append(value)
-    program = Program(ptx or compiled.asm["ptx"], memory, max(compiled.metadata.shared, 16))
-    arguments += [0] * (len(program.parameters) - len(arguments))  # Triton's scratch pointers
-    for index in range(launch.grid[0]):
-        program.run(index, launch.grid[0], arguments)
+    programs = Programs(ptx or compiled.asm["ptx"], memory, max(compiled.metadata.shared, 16))
+    arguments += [0] * (len(programs.parameters) - len(arguments))  # Triton's scratch pointers
+    programs.run(launch.grid[0], arguments)
     for storage, start in storages.values():
         _bytes_of(storage)[:] = memory[start : start + storage.nbytes()]
 
