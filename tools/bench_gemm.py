@@ -9,25 +9,35 @@ as long as a call takes: at its power limit it is slower for whoever comes later
     python tools/bench_gemm.py                                    # every shape
     python tools/bench_gemm.py --shapes grouped --json gemm.json
     python tools/bench_gemm.py --skip tl --write-table            # refresh what `auto` goes by
+    python tools/bench_gemm.py --check-auto --quick               # is auto's choice the fastest? A minute's answer
+
+`--check-auto` compares what `auto` picks with the fastest of what it may pick from, each GEMM in the same run, and says
+which picks are more than 2% behind (exit code 1; the verdict is the last line of `--json` too). `--quick` looks at a
+part of the shapes, every kind of GEMM included, for at most a minute.
 
 Kinds: `tensorwise`, `tensorwise fast` (accumulated by the tensor cores alone), `1D2D` (fprop and dgrad), and wgrads,
 added into an FP32 buffer: `tensorwise +=` and `1D1D +=` (`cublaslt` writes, `cublaslt+add` also adds). Grouped ones:
-fprop and wgrad of experts; BF16 is `torch._grouped_mm`, for wgrad followed by the addition.
+fprop and wgrad of experts; BF16 is `torch._grouped_mm`, for wgrad followed by the addition; `cublaslt` takes one expert
+after the other, whose sizes the host knows here. `scaled` are MXFP8's kernels, which decode operands on Hopper.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megafp8.kernels import gemm, grouped_gemm
+from megafp8.kernels import gemm, gemm_scaled, grouped_gemm
 from torch import Tensor
 
 from megafp8.fp8 import gemm_speed
@@ -47,8 +57,13 @@ EXPERT = [("fc1", 4096, 7168), ("fc2", 7168, 2048)]
 
 TW, ROW, SQUARE = (F.ScalingType.TensorWise, F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
 OWN = ("gluon", "tl")
-KINDS = {"tensorwise": "tensorwise", "1D2D": "1d2d", "tensorwise +=": "tensorwise+=", "1D1D +=": "1d1d+="}
+KINDS = {"tensorwise": "tensorwise", "tensorwise fast": "tensorwise fast", "1D2D": "1d2d",
+         "tensorwise +=": "tensorwise+=", "1D1D +=": "1d1d+="}  # fmt: skip
 """What the table of measured speed calls the kinds that `auto` chooses between backends for."""
+BEHIND = 0.02
+"""How far what `auto` picks may be behind the best."""
+QUICK_SECONDS = 50
+"""After which `--quick` begins no other shape: with the last one it stays below a minute."""
 
 
 class Case(NamedTuple):
@@ -137,14 +152,32 @@ def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Ite
     ends = (torch.arange(groups, device="cuda") + 1).mul(per_group).to(torch.int32)
     a, b = fp8(T, K), fp8(groups * N, K).view(groups, N, K)
     sa = scales(T, K // 128)
-    sb = square_scales(groups * N // 128, K // 128).view(groups, N // 128, -1).narrow(2, 0, K // 128)
+    padded = square_scales(groups * N // 128, K // 128).view(groups, N // 128, -1)
+    sb = padded.narrow(2, 0, K // 128)
     out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
     a_bf16, b_bf16 = a.bfloat16(), b.bfloat16().transpose(1, 2)
     runs = {own: lambda own=own: grouped_gemm.grouped_gemm_1d2d(
         a, b, sa, sb, ends, out=out, backend=own) for own in OWN}  # fmt: skip
     runs["bf16"] = lambda: torch._grouped_mm(a_bf16, b_bf16, offs=ends)
+
+    def own(of: Tensor, dim: int, size: int) -> list[Tensor]:
+        return [of.narrow(dim, g * size, size) for g in range(groups)]
+
+    own_scales = [scales(per_group, K // 128) for _ in range(groups)]
+    operands = list(zip(own(a, 0, per_group), b.unbind(), own_scales, padded.unbind(), strict=True))
+
+    def one_by_one() -> Tensor:
+        return torch.cat([rival(some, weight, scale, ROW, square, SQUARE, torch.bfloat16)
+                          for some, weight, scale, square in operands])  # fmt: skip
+
+    runs["cublaslt"] = one_by_one
     flops, title = 2 * T * N * K, f"{groups} x {per_group} {name}"
     yield Case(title, "grouped 1D2D", (T, N, K), flops, T * (K + K // 32) + groups * N * K + 2 * T * N, runs)
+    codes = [torch.full(shape, 127, dtype=torch.uint8, device="cuda") for shape in (
+        (T, K // 32), (groups, N // 32, K // 32), (N, T // 32), (K, T // 32))]  # fmt: skip
+    mx = {"scaled": lambda: gemm_scaled.grouped_gemm_mxfp8(a, b, codes[0], codes[1], ends, out=out)}
+    nbytes = T * (K + K // 32) + groups * N * K + 2 * T * N
+    yield Case(title, "grouped MXFP8", (T, N, K), flops, nbytes, mx | {"bf16": runs["bf16"]})
     x, y = fp8(N, T), fp8(K, T)
     sx, sy = scales(N, T // 128 + groups), scales(K, T // 128 + groups)
     grad = torch.zeros(groups, N, K, device="cuda")
@@ -152,7 +185,20 @@ def grouped_cases(groups: int, per_group: int, name: str, N: int, K: int) -> Ite
     runs = {own: lambda own=own: grouped_gemm.grouped_wgrad_1d1d(
         x, y, sx, sy, ends, out=grad, accumulate=True, padding=16, backend=own) for own in OWN}  # fmt: skip
     runs["bf16"] = lambda: grad.add_(torch._grouped_mm(x_bf16, y_bf16, offs=ends))
-    yield Case(title, "grouped 1D1D +=", (N, K, T), flops, (N + K) * (T + T // 32) + 8 * groups * N * K, runs)
+
+    pairs = list(zip(own(x, 1, per_group), own(y, 1, per_group), own(sx, 1, per_group // 128),
+                     own(sy, 1, per_group // 128), grad.unbind(), strict=True))  # fmt: skip
+
+    def add_one_by_one() -> None:
+        for one, other, scale, other_scale, sum_ in pairs:
+            sum_.add_(rival(one, other, scale, ROW, other_scale, ROW, torch.float32))
+
+    runs["cublaslt"] = add_one_by_one
+    nbytes = (N + K) * (T + T // 32) + 8 * groups * N * K
+    yield Case(title, "grouped 1D1D +=", (N, K, T), flops, nbytes, runs)
+    mx = {"scaled": lambda: gemm_scaled.grouped_wgrad_mxfp8(
+        x, y, codes[2], codes[3], ends, out=grad, accumulate=True, padding=16)}  # fmt: skip
+    yield Case(title, "grouped MXFP8 +=", (N, K, T), flops, nbytes, mx | {"bf16": runs["bf16"]})
 
 
 def seconds(
@@ -181,28 +227,53 @@ def bench(case: Case, flush: Tensor, repeats: int, skip: tuple[str, ...] = ()) -
     """TFLOPS of every backend, and what the line says of the best kernel of the project."""
     rest = max(500_000, int(2 * case.flops / 1e15 * 1.7e9))  # twice the time at 1 PFLOPS, at 1.7 GHz
     times = seconds({name: run for name, run in case.runs.items() if name not in skip}, flush, repeats, rest)
-    best = min((own for own in OWN if own in times), key=times.__getitem__)
+    best = min((own for own in (*OWN, "scaled") if own in times), key=times.__getitem__)
     return {
         "name": case.name, "kind": case.kind, "shape": list(case.shape), "best": best,
         "tflops": {backend: case.flops / time / 1e12 for backend, time in times.items()},
         "gb_per_s": case.nbytes / times[best] / 1e9,
-        **{f"ratio_to_{other}": times[other] / times[best] for other in times if other not in OWN},
+        **{f"ratio_to_{other}": times[other] / times[best] for other in times if other not in (*OWN, "scaled")},
         **picked(case, times),
     }  # fmt: skip
 
 
 def measured(case: Case, times: dict[str, float]) -> dict[str, float]:
-    """Seconds of what `auto` chooses between: the kernels, and cuBLASLt with the addition where there is one."""
-    return {"triton": times["gluon"], "cublaslt": times.get("cublaslt+add", times.get("cublaslt"))}
+    """Seconds of what `auto` chooses between, in its order: cuBLASLt, with the addition where there is one, kernels."""
+    return {"cublaslt": times.get("cublaslt+add", times.get("cublaslt")), "triton": times["gluon"]}
 
 
 def picked(case: Case, times: dict[str, float]) -> dict:
-    """What `auto` picks, and its speed relative to the best."""
-    if case.kind not in KINDS or "gluon" not in times:
+    """What `auto` picks, the best of what it may pick, and the speed of the one relative to the other.
+
+    Experts always go to the kernels, which alone don't wait for their sizes.
+    """
+    if "gluon" not in times or "cublaslt" not in times:
         return {}
     of, weight = measured(case, times), case.shape[:2] if case.kind.endswith("+=") else case.shape[1:]
-    name = gemm_speed.fastest(torch.cuda.get_device_name(), KINDS[case.kind], tuple(weight), tuple(of))
-    return {"auto": name, "auto_ratio": min(of.values()) / of[name]}
+    name, best = "triton", min(of, key=of.__getitem__)
+    if case.kind in KINDS:
+        name = gemm_speed.fastest(torch.cuda.get_device_name(), KINDS[case.kind], tuple(weight), tuple(of))
+    return {"auto": name, "auto_ratio": of[best] / of[name], "auto_ms": of[name] * 1e3, "best_ms": of[best] * 1e3,
+            "fastest": best}  # fmt: skip
+
+
+def verdict(results: list[dict]) -> dict:
+    """Whether `auto` was ever more than `BEHIND` behind the best; without a GEMM to judge by, it fails."""
+    checked = [result for result in results if "auto" in result]
+    behind = [f"{r['name']} {r['kind']}" for r in checked if 1 - r["auto_ratio"] > BEHIND]
+    worst = max((1 - r["auto_ratio"] for r in checked), default=0.0)
+    return {"check": "auto", "gemms": len(checked), "kinds": sorted({r["kind"] for r in checked}), "worst": worst,
+            "limit": BEHIND, "behind": behind, "passed": bool(checked) and not behind}  # fmt: skip
+
+
+def verdict_line(said: dict) -> str:
+    if not said["gemms"]:
+        return "auto: FAIL, no GEMM was measured that it chooses a backend for (it needs gluon and cublaslt)"
+    word, behind = "pass" if said["passed"] else "FAIL", ""
+    if said["behind"]:
+        behind = f"; more than {said['limit']:.0%}: {', '.join(said['behind'])}"
+    many = f"{said['gemms']} GEMMs of {len(said['kinds'])} kinds"
+    return f"auto: {word}, {many}, at most {said['worst']:.1%} behind the best{behind}"
 
 
 def table(results: list[dict]) -> dict[str, list]:
@@ -218,9 +289,12 @@ def table(results: list[dict]) -> dict[str, list]:
 
 
 def write_table(results: list[dict], device: str, path: Path) -> None:
-    """Replaces a device's figures in the table, of the kinds that were measured. One GEMM a line."""
+    """Replaces a device's figures in the table, of the GEMMs that were measured. One GEMM a line."""
     everything = json.loads(path.read_text()) if path.exists() else {}
-    everything[device] = everything.get(device, {}) | table(results)
+    kinds = everything.setdefault(device, {})
+    for kind, rows in table(results).items():
+        shapes = [row[:3] for row in rows]
+        kinds[kind] = [row for row in kinds.get(kind, []) if row[:3] not in shapes] + rows
     kinds = [
         f' "{name}": {{\n'
         + ",\n".join(f'  "{k}": [\n' + ",\n".join(f"   {json.dumps(row)}" for row in rows) + "\n  ]"
@@ -234,25 +308,34 @@ def line(result: dict) -> str:
     shape = "x".join(map(str, result["shape"]))
     tflops = "  ".join(f"{backend} {value:5.0f}" for backend, value in result["tflops"].items())
     ratios = "  ".join(f"{value:.2f}x {key[9:]}" for key, value in result.items() if key.startswith("ratio_to_"))
-    auto = f"  auto {result['auto']} {result['auto_ratio']:.2f}" if "auto" in result else ""
+    auto = ""
+    if "auto" in result:
+        ratio, mine, best = (result[key] for key in ("auto_ratio", "auto_ms", "best_ms"))
+        auto = f"  auto {result['auto']} {ratio:.2f} ({mine:.3f} ms; {result['fastest']} {best:.3f})"
     head = f"{result['name']:24}{shape:18}{result['kind']:16}"
     return f"{head}{tflops}  TFLOPS  {result['gb_per_s']:.0f} GB/s  {ratios}{auto}"
 
 
-def cases(selection: str) -> Iterator[Case]:
-    for name, (M, N, K) in shapes(selection):
-        yield from dense_cases(name, M, N, K)
+def makers(selection: str, quick: bool = False) -> list[Callable[[], Iterator[Case]]]:
+    """What makes the cases of each shape, operands included. quick: dense and grouped in turn, small first."""
+    dense = [partial(dense_cases, name, *shape) for name, shape in shapes(selection)]
+    grouped = []
     if selection in ("all", "grouped"):
-        for groups, per_group in GROUPS:
-            for name, N, K in EXPERT:
-                yield from grouped_cases(groups, per_group, name, N, K)
+        grouped = [partial(grouped_cases, *sizes, *layer) for sizes in GROUPS for layer in EXPERT]
+    if not quick:
+        return dense + grouped
+    dense.sort(key=lambda maker: math.prod(maker.args[1:]))
+    return [maker for pair in zip_longest(dense, grouped) for maker in pair if maker is not None]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", choices=["all", "grouped", *LAYERS], default="all")
     parser.add_argument("--only", default="", help="only kinds that contain this")
-    parser.add_argument("--repeats", type=int, default=11, help="timed calls a backend")
+    parser.add_argument("--repeats", type=int, help="timed calls a backend (default: 11, 5 with --quick)")
+    parser.add_argument("--check-auto", action="store_true",
+                        help="say whether what auto picks is ever more than 2%% behind; exit with 1 if so")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="at most a minute: without tl, a part of the shapes")
     parser.add_argument("--skip", nargs="*", default=[], metavar="BACKEND", help="backends to leave out, such as tl")
     parser.add_argument("--json", metavar="FILE", help="also write the results there, one JSON object a line")
     parser.add_argument("--write-table", nargs="?", type=Path, const=gemm_speed.TABLE, metavar="FILE",
@@ -262,18 +345,38 @@ def main(argv: list[str] | None = None) -> int:
         print("bench_gemm: needs a CUDA GPU, and torch sees none", file=sys.stderr)
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    results = []
-    for case in cases(args.shapes):
-        if args.only in case.kind:
-            results.append(bench(case, flush, args.repeats, tuple(args.skip)))
-            print(line(results[-1]), flush=True)
-            if args.json:
-                with open(args.json, "w") as file:
-                    file.writelines(json.dumps(result) + "\n" for result in results)
+    results = measure(args)
     if args.write_table:
         write_table(results, torch.cuda.get_device_name(), args.write_table)
-    return 0
+    if not args.check_auto:
+        return 0
+    said = verdict(results)
+    save(args.json, [*results, said])
+    print(verdict_line(said) + " (by the table before this run)" * (args.write_table is not None))
+    return 0 if said["passed"] else 1
+
+
+def save(path: str | None, lines: list[dict]) -> None:
+    if path:
+        with open(path, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def measure(args: argparse.Namespace) -> list[dict]:
+    """Times the GEMMs that were asked for, prints a line for each, and saves what there is so far."""
+    start, flush = time.monotonic(), torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    skip = (*args.skip, "tl") if args.quick else tuple(args.skip)
+    results, todo = [], makers(args.shapes, args.quick)
+    for done, maker in enumerate(todo):
+        if args.quick and time.monotonic() - start > QUICK_SECONDS:
+            print(f"--quick: {len(todo) - done} of {len(todo)} shapes left out")
+            break
+        for case in maker():
+            if args.only in case.kind:
+                results.append(bench(case, flush, args.repeats or (5 if args.quick else 11), skip))
+                print(line(results[-1]), flush=True)
+                save(args.json, results)
+    return results
 
 
 if __name__ == "__main__":

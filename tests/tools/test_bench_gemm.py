@@ -37,11 +37,11 @@ def test_every_backend_takes_its_operands():
     with FakeTensorMode(), testing.captured_launches():
         for case in cases():
             for backend, run in case.runs.items():
-                if backend not in bench_gemm.OWN:
+                if backend not in (*bench_gemm.OWN, "scaled"):
                     run()
                 called.append((case.kind, backend))
     assert len(called) >= 20
-    assert {"cublaslt", "cublaslt+add", "bf16", "gluon", "tl"} == {backend for _, backend in called}
+    assert {"cublaslt", "cublaslt+add", "bf16", "gluon", "tl", "scaled"} == {backend for _, backend in called}
 
 
 def test_operations_and_bytes_are_counted():
@@ -63,7 +63,71 @@ def test_a_line_names_speed_and_ratios():
     assert "1x2x3" in line
     assert "12 GB/s" in line
     assert line.endswith("1.50x bf16  0.95x cublaslt")
-    assert bench_gemm.line(result | {"auto": "cublaslt", "auto_ratio": 0.99}).endswith("auto cublaslt 0.99")
+    auto = {"auto": "cublaslt", "auto_ratio": 0.99, "auto_ms": 2.0, "best_ms": 1.98, "fastest": "triton"}
+    assert bench_gemm.line(result | auto).endswith("auto cublaslt 0.99 (2.000 ms; triton 1.980)")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of fake times: `bench_gemm.seconds` gives what is set here, milliseconds by kind and backend."""
+    grouped = ("grouped 1D2D", "grouped 1D1D +=", "grouped MXFP8", "grouped MXFP8 +=")
+    times = {kind: {"gluon": 1.0, "tl": 2.0, "cublaslt": 1.01, "cublaslt+add": 1.2, "bf16": 3.0, "scaled": 9.0}
+             for kind in (*bench_gemm.KINDS, *grouped)}  # fmt: skip
+
+    def bench(case, flush, repeats, skip=()):
+        monkeypatch.setattr(bench_gemm, "seconds", lambda runs, *_: {n: times[case.kind][n] / 1e3 for n in runs})
+        return measured(case, flush, repeats, skip)
+
+    measured = bench_gemm.bench
+    monkeypatch.setattr(bench_gemm, "bench", bench)
+    monkeypatch.setattr(bench_gemm, "makers", lambda *_: [cases])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H")
+    table = {"H": {kind: [[512, 384, 256, {"triton": 2, "cublaslt": 1}]] for kind in bench_gemm.KINDS.values()}}
+    monkeypatch.setattr(gemm_speed, "table", lambda: table)
+    gemm_speed.fastest.cache_clear()
+    yield times
+    gemm_speed.fastest.cache_clear()
+
+
+def test_what_auto_picks_is_compared_with_the_best(gpu, tmp_path, capsys):
+    """Dense and of experts, in the accumulation mode asked for; a pick that is slower by more than 2 % fails."""
+    argv = ["--check-auto", "--json", str(tmp_path / "r.json"), "--write-table", str(tmp_path / "t.json"), "--quick"]
+    gpu["tensorwise"]["cublaslt"] = 0.99  # 1 % faster than what the table says
+    with FakeTensorMode():
+        assert bench_gemm.main(argv) == 0
+    said = "auto: pass, 7 GEMMs of 7 kinds, at most 1.0% behind the best (by the table before this run)"
+    assert said in capsys.readouterr().out
+    *lines, said = (json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines())
+    assert len(lines) == 9
+    assert said["passed"]
+    by_kind = {line["kind"]: line for line in lines}
+    assert not any("tl" in line["tflops"] for line in lines)
+    assert by_kind["1D1D +="]["best_ms"] == 1.0
+    assert (by_kind["tensorwise"]["auto"], by_kind["tensorwise"]["fastest"]) == ("triton", "cublaslt")
+    assert set(json.loads((tmp_path / "t.json").read_text())["H"]) == set(bench_gemm.KINDS.values())
+
+    gpu["1D1D +="]["cublaslt+add"] = gpu["grouped 1D2D"]["cublaslt"] = 0.9
+    with FakeTensorMode():
+        assert bench_gemm.main(argv[:3]) == 1
+    said = capsys.readouterr().out
+    assert "auto: FAIL, 7 GEMMs of 7 kinds, at most 10.0% behind the best; more than 2%: dense 1D1D +=, 4 x 128" in said
+    with FakeTensorMode():
+        assert bench_gemm.main(["--check-auto", "--only", "MXFP8"]) == 1  # nothing to judge by
+    assert "no GEMM was measured" in capsys.readouterr().out
+
+
+def test_quick_ends_in_time(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(bench_gemm, "QUICK_SECONDS", -1)
+    with FakeTensorMode():
+        assert bench_gemm.main(["--quick"]) == 0
+    assert "--quick: 1 of 1 shapes left out" in capsys.readouterr().out
+
+
+def test_quick_takes_every_kind_first():
+    first = [maker.func for maker in bench_gemm.makers("all", quick=True)[:2]]
+    assert first == [bench_gemm.dense_cases, bench_gemm.grouped_cases]
+    assert len(bench_gemm.makers("all", quick=True)) == len(bench_gemm.makers("all"))
 
 
 @pytest.mark.gpu
@@ -82,12 +146,13 @@ def test_the_table_is_what_auto_reads(tmp_path, monkeypatch):
         {"kind": "grouped 1D2D", "shape": [1, 2, 3], "tflops": {"gluon": 6.0, "bf16": 8.0}},
     ]
     path = tmp_path / "table.json"
-    path.write_text('{"other": {"1d2d": []}, "H": {"1d2d": [], "tensorwise": []}}')
+    kept, old = [4096, 512, 128, {"cublaslt": 1, "triton": 2}], [4096, 512, 256, {"cublaslt": 1, "triton": 2}]
+    path.write_text(json.dumps({"other": {"1d2d": []}, "H": {"1d2d": [kept, old], "tensorwise": []}}))
     bench_gemm.write_table(results, "H", path)
     assert json.loads(path.read_text()) == {
         "other": {"1d2d": []},
         "H": {
-            "1d2d": [[4096, 512, 256, {"cublaslt": 8, "triton": 9}]],
+            "1d2d": [kept, [4096, 512, 256, {"cublaslt": 8, "triton": 9}]],
             "tensorwise": [],
             "1d1d+=": [[512, 256, 4096, {"cublaslt": 7, "triton": 6}]],
         },
