@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megafp8.config import Config, with_vocab_size
-from megafp8.core.gpt import GPTModel, ModelChunks, build_model
-from megafp8.data import Batch, build_tokenizer
-from megafp8.fp8 import DelayedScaling
-from megafp8.lone import Copying, LoneContext, lone_parallel, nothing
+from megafp8.data import build_tokenizer
+from megafp8.lone import Copying, lone_parallel, nothing
 from megafp8.meter import Key, Meter
-from megafp8.optimizer import Optimizer, build_optimizer
-from megafp8.params import ParamSpec, named_specs, specs_in_order
 from megafp8.plan.communication import means_of_stage
 from megafp8.plan.rank_parameters import held_layers, rank_parameters
-from megafp8.training.agreement import Agreement
+from megafp8.training.bare_job import BareJob
 from megafp8.training.build import memory_for, set_determinism
-from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 
 STEPS = 3
 """Of a study: the first makes what stays (FP8 copies, kernels), the last is the one that is measured."""
@@ -78,18 +72,14 @@ def measure_one_rank(config: Config, device: torch.device, rank: int, steps: int
     stages = partial(_stage_says, config, _stage_of(config, rank))
     with lone_parallel(config, rank, device.type, meter=meter, stages=stages) as parallel:
         with memory_for(config, device):
-            job = _Job(config, parallel, device)
+            job = BareJob(config, parallel, device)
         for number in range(1, steps + 1):
-            before, watch = meter.copy(), _Watch(device, _copying(parallel))
+            before, watch = meter.copy(), _Watch(device, parallel.copying)
             finite = job.step(number)
             seconds, copying = watch.stop()
         sent, on_gpu = meter.since(before), device.type == "cuda"
         static, peak = (job.static - start, watch.peak - start) if on_gpu else (None, None)
         return Measured(rank, parallel.pp.rank, seconds, copying, static, peak, sent, bool(finite))
-
-
-def _copying(parallel: Any) -> Copying:
-    return parallel.copying if isinstance(parallel, LoneContext) else Copying()
 
 
 def _stage_of(config: Config, rank: int) -> int:
@@ -129,77 +119,6 @@ class _Watch:
             self.peak = torch.cuda.max_memory_allocated(self._device)
         seconds, copying = time.perf_counter() - self._begin, self._copying.take()
         return seconds - copying, copying
-
-
-class _Job:
-    """What the trainer has, without data and logs."""
-
-    def __init__(self, config: Config, parallel: Any, device: torch.device) -> None:
-        self.config, self.parallel, self.device = config, parallel, device
-        self.model: GPTModel | ModelChunks = build_model(config, parallel, device, initial=_initial_on(device))
-        ends = self.model.ends() if config.optimizer.decoupled_lr is not None else ()
-        decoupled = frozenset(spec.name for module in ends for spec, _ in named_specs(module))
-        self.scaling, self.plan = DelayedScaling.of(self.model), PipelinePlan.of(config, parallel)
-        self.optimizer: Optimizer = build_optimizer(
-            specs_in_order(self.model), config, parallel, decoupled=decoupled, scaling=self.scaling,
-            initial=_initial_on(device),
-        )  # fmt: skip
-        if config.parallel.overlap_param_gather:
-            self.optimizer.wait_before_use(self.model)
-        self.agreement, self.static = Agreement(parallel, device), 0
-        train = config.train
-        self.count = train.global_batch_size // (train.micro_batch_size * parallel.dp.size)
-
-    def step(self, iteration: int) -> Tensor:
-        """As the trainer's iteration; whether gradients were finite."""
-        config, optimizer, logging = self.config, self.optimizer, self.config.logging
-        optimizer.zero_grad(self.count)
-        output = forward_backward(
-            self.model,
-            optimizer,
-            self._batches(iteration),
-            iteration=iteration,
-            seed=config.train.seed,
-            scaling=self.scaling,
-            device=self.device,
-            count=self.count,
-            plan=self.plan,
-        )
-        if self.device.type == "cuda":
-            self.static = torch.cuda.memory_allocated(self.device)
-        if self.scaling is not None:
-            advance_scaling(self.scaling, self.parallel)
-        stats = optimizer.step(
-            lr=config.optimizer.lr or 0.0,
-            weight_decay=config.optimizer.weight_decay,
-            valid_tokens=output.valid_tokens,
-            loss=output.loss,
-            with_num_zeros=logging.log_num_zeros_in_grad,
-            with_params_norm=logging.log_params_norm,
-        )
-        self.agreement.agree([0, 0])
-        return ~stats.nan
-
-    def _batches(self, iteration: int) -> Iterator[Batch]:
-        """Random tokens, each sequence one document."""
-        shape = (self.config.train.micro_batch_size, self.config.data.seq_length)
-        generator = torch.Generator().manual_seed(iteration)
-        for _ in range(self.count):
-            ids = torch.randint(self.config.model.unpadded_vocab_size, shape, generator=generator)
-            positions = torch.arange(shape[1]).expand(shape).contiguous()
-            yield Batch(ids, ids.roll(-1, 1), torch.ones(shape), positions)
-
-
-def _initial_on(device: torch.device) -> Callable[[ParamSpec, int], Tensor]:
-    """Initial values of a local tensor, drawn on the device: of the spec's distribution, in a fraction of the time."""
-
-    def initial(spec: ParamSpec, seed: int) -> Tensor:
-        value = torch.empty(spec.local_shape, device=device)
-        if spec.init.kind == "normal":
-            return value.normal_(std=spec.init.std)
-        return value.fill_(float(spec.init.kind == "ones"))
-
-    return initial
 
 
 def one_rank(config: Config, device: torch.device, env: Mapping[str, str] = os.environ) -> list[str]:
