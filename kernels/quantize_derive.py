@@ -221,7 +221,16 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
             EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment, DERIVED=derived and colwise,
             EVEN=not experts and index is None and config.even(N, K), PART=config.rows,
             **spec_arguments(spec), **config.options())
+        if stored and row and index is not None and tile_epsilon(spec):
+            _fill_scales(row[1], spec, (index < 0) | (index >= M))
     return row, col
+
+
+def _fill_scales(scale_inv: Tensor, spec: Spec, filled: Tensor) -> None:
+    """Under a floor for amaxes, rows of zeros beside rows that came as bytes get the scale of that floor, too."""
+    zeros = torch.zeros(1, spec.tile.block, dtype=torch.bfloat16, device=scale_inv.device)
+    of_zeros = quantize_grouped(zeros, None, spec, True, False)[0][1]
+    scale_inv.copy_(torch.where(filled[:, None], of_zeros, scale_inv))
 
 
 def _check_grouped(spec: Spec, rowwise: bool, colwise: bool, derives: bool) -> None:

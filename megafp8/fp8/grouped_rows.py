@@ -54,7 +54,7 @@ def take_rows(
     if isinstance(x, Tensor) and not derived:
         return QuantizedTensor(quantizer.quantize(_pick(x, index), True, spec.colwise), dtype)
     stored = quantizer.quantize(x, rowwise=True).rowwise if isinstance(x, Tensor) else x
-    rows = _pick_stored(stored, index)
+    rows = _pick_stored(stored, index, quantizer)
     return QuantizedTensor(Quantized(rows, quantizer.derive_colwise(rows) if spec.colwise else None), dtype)
 
 
@@ -64,13 +64,14 @@ def _pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
     return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
 
 
-def _pick_stored(x: QuantizedStorage, index: Tensor) -> QuantizedStorage:
+def _pick_stored(x: QuantizedStorage, index: Tensor, quantizer: Quantizer) -> QuantizedStorage:
     """Rows of 1D-tiled storage; what is filled up has the bytes and scales of zeros."""
     data = _pick(x.data.view(torch.uint8), index).view(x.data.dtype)
     if x.scale is Scale.E8M0:
         scale_inv = _pick(x.scale_inv.view(torch.uint8), index).view(x.scale_inv.dtype)
     else:
-        scale_inv = gemm_layout(_pick(x.scale_inv, index, 1.0), x.tile)
+        of_zeros = quantizer.scales(torch.zeros(1))[1].item()  # the scale of the floor under amaxes, if there is one
+        scale_inv = gemm_layout(_pick(x.scale_inv, index, of_zeros), x.tile)
     return QuantizedStorage(data, scale_inv, x.tile, x.scale, x.orientation)
 
 

@@ -154,10 +154,11 @@ def test_what_is_not_grouped():
     assert not can_group(mixed)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "a floor under amaxes"])
 def test_rows_are_the_same_whenever_they_are_quantized(name):
     """Before or after they are copied, and through the wire; the colwise copy comes from the bytes either way."""
-    quantizer = RECIPES[name].quantizer("input")
+    recipe = RECIPES[name] if name in RECIPES else get_recipe("blockwise", amax_epsilon=0.01)
+    quantizer = recipe.quantizer("input")
     assert travels(quantizer)
     x = torch.randn(20, IN).bfloat16() * torch.logspace(-3, 3, 20)[:, None].bfloat16()
     index = torch.tensor([3, 3, -1, 19, 0, 7] + [-1] * 122)

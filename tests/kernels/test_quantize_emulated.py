@@ -100,6 +100,7 @@ def test_experts_aligned_rows_bytes_and_rewrites():
 
 def test_rows_by_index_and_columns_derived_from_rows():
     test_quantize_derive.test_dispatch_of_values_and_of_bytes_agree([70, 0, 26], SPECS["mxfp8"])
+    test_quantize_derive.test_dispatch_of_values_and_of_bytes_agree([96], SPECS["blockwise_epsilon"])
 
 
 def test_producers_under_tensor_tiles():
