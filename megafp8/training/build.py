@@ -20,6 +20,7 @@ from megafp8.fp8 import DelayedScaling, policy
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
+from megafp8.training.memory_savings import savings
 from megafp8.training.places import check_places
 from megafp8.training.step import PipelinePlan
 from megafp8.training.timed_axes import timed
@@ -92,10 +93,12 @@ def memory_for(config: Config, device: torch.device) -> Iterator[None]:
     except (MemoryError, OverflowError, RuntimeError) as error:
         if not lacks_memory(error) and not isinstance(error, OverflowError) and "overflow" not in str(error):
             raise
+        found = [f"{saving.flags} ({saving.saves / 2**30:.1f} GiB)" for saving in savings(config, device)]
+        mend = f"; most would save {', '.join(found)}" if found else ""
         raise ValueError(
             f"the model and its optimizer do not fit in the memory of {device} (--num-layers "
             f"{config.model.num_layers}, --hidden-size {config.model.hidden_size}): make it smaller or spread it over "
-            "more processes; --dry-run estimates its memory"
+            f"more processes{mend}; --dry-run estimates its memory"
         ) from None
 
 

@@ -23,6 +23,7 @@ from megafp8.training.build import Parts
 OWNERS = ("weights", "main gradients (fp32)", "master weights", "Adam moments", "FP8 copies of weights", "buffers")
 """Named as the plan names them (`plan.memory`)."""
 END = "the loss, or where it stopped"
+AGAIN = "inputs of what is made again"
 IN_HAND = "in hand where it stopped"
 
 
@@ -98,9 +99,12 @@ def graph_bytes(roots: Iterable[Node], storages: _Storages) -> dict[str, int]:
         seen.add(node)
         own = _name_of(node)
         label = _all_layers(own) if own is not None else reader if reader == END else f"read by {_all_layers(reader)}"
-        if size := storages.add(_kept_by(node)):
+        kept, again = _kept_by(node)
+        if size := storages.add(kept):
             sums[label] = sums.get(label, 0) + size
         stack.extend((before, own or reader) for before, _ in node.next_functions)
+        if size := storages.add(again):
+            sums[AGAIN] = sums.get(AGAIN, 0) + size
     return sums
 
 
@@ -117,8 +121,9 @@ def _all_layers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # also of experts
 
 
-def _kept_by(node: Node) -> Iterator[Tensor]:
-    """The tensors that a node saved, or that its function put on it."""
+def _kept_by(node: Node) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that a node saved, or that its function put on it; and the inputs of what will be made again."""
+    tensors, again = list(_tensors(getattr(node, "__dict__", None), 2)), []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:
@@ -126,8 +131,24 @@ def _kept_by(node: Node) -> Iterator[Tensor]:
             except RuntimeError:  # its backward has run
                 continue
             for each in saved if isinstance(saved, tuple | list) else (saved,):
-                yield from _tensors(getattr(each, "data", None))  # as it is put away: nothing is unpacked
-    yield from _tensors(getattr(node, "__dict__", None), 2)
+                tensors += _put_away(each)
+                again += _inputs_again(getattr(each, "unpack_hook", None))
+    return tensors, again
+
+
+def _put_away(saved: object) -> Iterator[Tensor]:
+    """What autograd saved, as hooks put it away: nothing is unpacked."""
+    return _tensors(getattr(saved, "data", None))
+
+
+def _inputs_again(hook: object) -> Iterator[Tensor]:
+    """The inputs that `torch.utils.checkpoint` holds for a part that it runs again."""
+    for cell in getattr(hook, "__closure__", None) or ():
+        part = cell.cell_contents
+        for saved in getattr(part, "saved_args", None) or ():
+            yield from _put_away(saved) if not isinstance(saved, Tensor) else (saved,)
+        if isinstance(saver := getattr(part, "input_saver", None), Node):  # of earlier versions
+            yield from _kept_by(saver)[0]
 
 
 def _nodes(value: object, depth: int = 4) -> Iterator[Node]:

@@ -66,7 +66,8 @@ def candidates(config: Config) -> Iterator[Candidate]:
     if t.micro_batch_size > 1:
         price = "smaller GEMMs, more microbatches"
         yield Candidate("batch", {"micro_batch_size": t.micro_batch_size // 2}, price)
-    yield Candidate("primary", {"fp8_param_gather": True}, "weights live in FP8 and the masters alone")
+    primary = {"fp8_param_gather": True} | ({} if o.use_distributed_optimizer else {"use_distributed_optimizer": True})
+    yield Candidate("primary", primary, "weights live in FP8 and the masters alone")
     price = "activations' inputs are rounded to FP8"
     yield Candidate("activation", {"activation_func_fp8_input_store": True}, price)
     if not o.use_distributed_optimizer:
@@ -101,7 +102,9 @@ def _recompute(config: Config) -> Iterator[Candidate]:
 
 def _planned(config: Config, candidate: Candidate, device: torch.device, stage: int) -> MemoryPlan | None:
     """The plan of the rank that then needs most; None where the flags don't go together."""
-    values = {name: value for name, value in config.given.items() if name != "recompute_activations"}
+    values = dict(config.given)
+    if candidate.kind == "recompute":
+        values.pop("recompute_activations", None)  # the old form of the same
     if not any(name in values for name in KEPT):
         values["global_batch_size"] = config.train.global_batch_size
     try:

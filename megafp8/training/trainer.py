@@ -30,6 +30,7 @@ from megafp8.training.signals import StopSignal
 from megafp8.training.step import evaluate
 from megafp8.training.throughput import IntervalTimer, max_memory_gib, utilization
 from megafp8.training.timers import DATA, over_ranks, table
+from megafp8.training.wandb_board import WandbBoard
 from megafp8.training.watchdog import build_watchdog
 
 
@@ -105,6 +106,7 @@ class Trainer:
             total_iterations=self.total_iterations,
             first_iteration=self.progress.iteration,
             show_throughput=logging.log_throughput,
+            wandb=WandbBoard.open(self.config, self.progress.iteration) if writes else None,
         )
 
     def _total_iterations(self) -> int:
@@ -129,6 +131,7 @@ class Trainer:
                 self._report(self._saves.rescue())
                 self.log.record("end", self.progress.iteration, f"{type(error).__name__}: {error}")
                 if lacks_memory(error):
+                    self._watchdog.stand_down()
                     raise self._memory.run_out(error, self.progress.iteration + 1, self._watchdog.end_all) from error
                 raise
             finally:
