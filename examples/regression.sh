@@ -51,6 +51,7 @@ flags() { # flags NAME: what makes a run what it is
     pow2-scales) echo "$tensorwise --fp8-power-of-two-scales" ;;
     hybrid) echo "--fp8-format hybrid --fp8-recipe blockwise $watch" ;;
     e4m3) echo "--fp8-format e4m3 --fp8-recipe tensorwise $watch" ;;
+    fast-accumulation) echo "$tensorwise --fp8-fast-accumulation" ;; # means something on GPUs only
     fc1-fp8) echo "$blockwise --activation-func-fp8-input-store" ;;
     fp8-weights) echo "$blockwise --fp8-param-gather --use-distributed-optimizer" ;;
     *)
@@ -59,7 +60,7 @@ flags() { # flags NAME: what makes a run what it is
         ;;
     esac
 }
-ORDER=(bf16 bf16-seed2 blockwise tensorwise delayed mxfp8 weight-1d input-2d fp32-scales pow2-scales hybrid e4m3 fc1-fp8 fp8-weights)
+ORDER=(bf16 bf16-seed2 blockwise tensorwise delayed mxfp8 weight-1d input-2d fp32-scales pow2-scales hybrid e4m3 fast-accumulation fc1-fp8 fp8-weights)
 
 prepare() {
     mkdir -p "$data"
