@@ -18,7 +18,7 @@ NAMES = re.search(r"^ORDER=\((.*)\)$", SCRIPT.read_text(), re.MULTILINE).group(1
 @pytest.mark.parametrize("name", NAMES)
 def test_flags_of_every_run_are_taken(name, tmp_path):
     words = subprocess.run(["bash", SCRIPT, "flags", name], capture_output=True, text=True, check=True).stdout.split()
-    argv = flags(tmp_path / "no-data", "--bf16", "--log-dir", str(tmp_path), *words)
+    argv = flags(tmp_path / "no-data", "--bf16", "--log-dir", str(tmp_path), "--device", "auto", *words)
     config = parse_args(argv, env={}, check_files=False)
     assert config.fp8.enabled == (not name.startswith("bf16"))
     assert not [note for note in config.notes if "no effect" in note]
