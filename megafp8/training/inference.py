@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from megafp8.data import Tokenizer, build_tokenizer
 from megafp8.fp8 import DelayedScaling
 from megafp8.fp8.monitor import quantized_modules
 from megafp8.optimizer import ModelWeights
-from megafp8.parallel import ParallelContext
+from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import named_specs
 from megafp8.step import Phase, StepContext
 from megafp8.training.build import tokenizer_identity
+from megafp8.training.step import PipelinePlan
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,26 @@ class TrainedModel:
     iteration: int
     scaling: DelayedScaling | None
     device: torch.device
+    parallel: ParallelContext = ParallelContext()
+    pipeline: PipelinePlan = PipelinePlan()
 
     @property
     def step(self) -> StepContext:
         return StepContext(phase=Phase.EVAL, scaling=self.scaling)
 
 
-def load_trained(load: str | Path, device: torch.device, *, step: int | None = None, **overrides) -> TrainedModel:
+def load_trained(
+    load: str | Path,
+    device: torch.device,
+    *,
+    step: int | None = None,
+    layout: Callable[[Config], Config] | None = None,
+    **overrides,
+) -> TrainedModel:
     """The model of the checkpoint in `load` (latest, or of iteration `step`), with weights alone.
 
     Args:
+        layout: makes of the run's configuration the one to load it in, on WORLD_SIZE processes; None is one process.
         overrides: configuration fields to change, e.g. tokenizer_model where the file has moved; None changes nothing.
 
     Raises ValueError, in one line, when there is no such checkpoint, it is damaged, or its tokenizer is another one.
@@ -54,17 +65,25 @@ def load_trained(load: str | Path, device: torch.device, *, step: int | None = N
     tokenizer = build_tokenizer(config.data)
     config = with_vocab_size(config, tokenizer.vocab_size)
     check_tokenizer(found, tokenizer_identity(tokenizer))
-    model = build_model(config, ParallelContext(), device)
+    parallel = ParallelContext()
+    if layout is not None:
+        config = with_vocab_size(layout(config), tokenizer.vocab_size)
+        parallel = build_parallel(config, device)
+        if len(set(parallel.everyone.exchange(found.iteration))) > 1:
+            raise ValueError(f"--load {load}: ranks see different checkpoints there; give --ckpt-step")
+    model = build_model(config, parallel, device)
     for name, linear in quantized_modules(model).items():
         if name in found.metadata["progress"].get("fallen", {}):  # to BF16, see training/fallback.py
             linear.use_recipe(None)
     weights, scaling = ModelWeights(named_specs(model)), DelayedScaling.of(model)
     owners = [owner for owner in (weights, model, scaling) if owner is not None]
     wanted = {name: item for owner in owners for name, item in owner.state().items()}
-    tensors = load_checkpoint(found.directory, wanted, ignored=("optimizer/", "rng/", "fp8_scaling/", "balance/"))
+    ignored = ("optimizer/", "rng/", "fp8_scaling/", "balance/")
+    tensors = load_checkpoint(found.directory, wanted, ignored=ignored, parallel=parallel)
     for owner in owners:
         owner.load_state(tensors)
-    return TrainedModel(model, tokenizer, config, found.iteration, scaling, device)
+    plan = PipelinePlan.of(config, parallel)
+    return TrainedModel(model, tokenizer, config, found.iteration, scaling, device, parallel, plan)
 
 
 def pick_token(logits: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> int:

@@ -217,6 +217,24 @@ def evaluate(
     plan: PipelinePlan = PipelinePlan(),
 ) -> float:
     """Mean loss over the valid tokens of every rank's next `count` microbatches; no training state changes."""
+    loss, tokens = evaluation_totals(
+        model, batches, count=count, scaling=scaling, device=device, parallel=parallel, plan=plan
+    )
+    return (loss / tokens).item()
+
+
+@torch.no_grad()
+def evaluation_totals(
+    model: GPTModel | ModelChunks,
+    batches: Iterator[Batch],
+    *,
+    count: int,
+    scaling: ScalingHistory | None,
+    device: torch.device,
+    parallel: ParallelContext | None = None,
+    plan: PipelinePlan = PipelinePlan(),
+) -> Tensor:
+    """FP64 [2]: the sum of the losses of every rank's next `count` microbatches, and their valid tokens."""
     parallel = parallel or ParallelContext()
     micro = _Microbatches(batches, device, parallel.cp)
     schedule = forward_only(parallel.pp.size, len(model.chunks), count)
@@ -230,5 +248,4 @@ def evaluate(
         return output
 
     executor_of(schedule, model, plan, parallel, micro).run(forward, release=micro.release)
-    parallel.pp.sum_(parallel.dp_cp.sum_(totals))
-    return (totals[0] / totals[1]).item()
+    return parallel.pp.sum_(parallel.dp_cp.sum_(totals))

@@ -29,6 +29,8 @@ def test_loss_is_the_mean_over_every_token_once(trained, tmp_path, capsys):
     (result,) = json.loads((tmp_path / "out" / "r.json").read_text()).values()
     assert result["tokens"] == 8 * 401 - 1  # 20% of 40 documents of 400 bytes and an EOD; the first token is given
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["bytes"] == 8 * 400 - 1  # an EOD is no byte, but its loss counts
+    assert result["bits_per_byte"] == pytest.approx(result["loss"] * result["tokens"] / result["bytes"] / math.log(2))
     assert evaluate.main([*argv, "--micro-batch-size", "3", "--output", str(tmp_path / "3.json")]) == 0
     (other,) = json.loads((tmp_path / "3.json").read_text()).values()
     assert other["tokens"] == result["tokens"]
@@ -44,6 +46,14 @@ def test_several_named_sets_and_a_limit(trained, tmp_path):
     assert list(results) == ["a", "b"]
     assert results["a"] == results["b"]
     assert results["a"]["tokens"] == 5 * 32
+    new = ["--valid-data-path", f"x={prefix}", f"y={prefix}"]
+    assert evaluate.main([*argv[:2], *new, "--max-samples", "5", "--output", str(tmp_path / "n.json")]) == 0
+    assert json.loads((tmp_path / "n.json").read_text()) == {"x": results["a"], "y": results["a"]}
+    shares = ["--data-path", f"x={prefix}", f"y={prefix}", "--split", "80,20,0", "--max-samples", "5"]
+    assert evaluate.main([*argv[:2], *shares, "--output", str(tmp_path / "s.json")]) == 0
+    parts = json.loads((tmp_path / "s.json").read_text())
+    assert list(parts) == ["x", "y"]
+    assert parts["x"] == parts["y"] != results["a"]
 
 
 def test_checkpoint_gives_the_loss_the_run_saw(trained):
@@ -114,3 +124,14 @@ def test_mistakes_of_evaluate(trained, capsys):
     assert "nowhere" in capsys.readouterr().err
     assert evaluate.main([*load, "--data-path", str(trained[1]), "--split", "100,0,0"]) == 2
     assert "no documents" in capsys.readouterr().err
+    prefix = str(trained[1])
+    for extra, words in {
+        ("--valid-data-path", f"a={prefix}", prefix): f"--valid-data-path {prefix} has no name",
+        ("--valid-data-path", f"a={prefix}", f"a={prefix}"): "2 sets and the names a a",
+        ("--data-path", f"a={prefix}", "--names", "b"): "--names and NAME=PREFIX",
+        ("--data-path", prefix, "--max-samples", "0"): "--max-samples 0: give 1 or more",
+        ("--data-path", prefix, "--tensor-model-parallel-size", "2"): "--tensor-model-parallel-size 2",
+        ("--data-path", f"a={prefix}.bin"): "give the prefix without its suffix",
+    }.items():
+        assert evaluate.main([*load, *extra]) == 2
+        assert words in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """What every tokenizer offers, and how files become a fingerprint."""
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,6 +33,11 @@ class Tokenizer(ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
+
+    def byte_lengths(self) -> tuple[list[int], list[int]] | None:
+        """UTF-8 bytes of text that each id stands for, inside a document and at its beginning; None when that isn't
+        known. Ids that are no text have 0."""
+        return None
 
     def require_eod(self, flag: str) -> int:
         """The end-of-document id. ValueError, naming the flag that needs it, when there is none."""
@@ -65,6 +71,17 @@ def require_file(flag: str, value: str | None, what: str) -> Path:
     if not path.exists():
         raise ValueError(f"{flag} {value}: no such file; it names {what}")
     return path
+
+
+def piece_lengths(pieces: Sequence[str], special: Sequence[bool], adds_space: bool) -> tuple[list[int], list[int]]:
+    """`Tokenizer.byte_lengths` of SentencePiece's pieces: U+2581 is a space, <0xNN> a byte, and where the tokenizer
+    begins a text with a space of its own, that is no text."""
+    sizes, at_start = [], []
+    for piece, hidden in zip(pieces, special, strict=True):
+        size = 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
+        sizes.append(0 if hidden else size)
+        at_start.append(sizes[-1] - (adds_space and not hidden and piece.startswith("\u2581")))
+    return sizes, at_start
 
 
 def below(ids: Iterable[int], limit: int) -> list[int]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.data.tokenizer.base import Tokenizer, below, make_fingerprint, require_file
+from megafp8.data.tokenizer.base import Tokenizer, below, make_fingerprint, piece_lengths, require_file
 
 # end-of-document tokens by name, for a bare tokenizer.json that doesn't come with a tokenizer_config.json
 _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<｜end▁of▁sentence｜>", "<eos>")
@@ -43,6 +43,27 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode(below(ids, self.vocab_size), skip_special_tokens=True)
+
+    def byte_lengths(self) -> tuple[list[int], list[int]] | None:
+        return _byte_lengths(self._backend, self.vocab_size)
+
+
+def _byte_lengths(backend, size: int) -> tuple[list[int], list[int]] | None:
+    """Of byte-level vocabularies, whose characters are a byte each, and of SentencePiece's pieces."""
+    added = backend.get_added_tokens_decoder()
+    pieces = [backend.id_to_token(i) or "" for i in range(size)]
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    kinds = {decoder.get("type"), *(part["type"] for part in decoder.get("decoders", ()))}
+    adds_space = backend.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
+    if "ByteLevel" in kinds:
+        lengths = [len(piece) if i not in added else 0 for i, piece in enumerate(pieces)]
+        for i, token in added.items():
+            lengths[i] = 0 if token.special else len(token.content.encode())
+        return lengths, [n - (adds_space and p.startswith("\u0120")) for n, p in zip(lengths, pieces, strict=True)]
+    if "Metaspace" in kinds or "ByteFallback" in kinds:
+        hidden = [i in added and added[i].special for i in range(size)]
+        return piece_lengths(pieces, hidden, adds_space)
+    return None
 
 
 def _find_files(model: str | None) -> tuple[Path, Path | None]:
@@ -118,3 +139,8 @@ class GPT2BPETokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([i for i in below(ids, self.vocab_size) if i != self.eod])
+
+    def byte_lengths(self) -> tuple[list[int], list[int]] | None:
+        lengths, _ = _byte_lengths(self._backend, self.vocab_size)
+        lengths = [0 if i == self.eod else n for i, n in enumerate(lengths)]
+        return lengths, lengths

@@ -21,6 +21,10 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(below(ids, 256)).decode("utf-8", errors="replace")
 
+    def byte_lengths(self) -> tuple[list[int], list[int]]:
+        lengths = [1] * 256 + [0]
+        return lengths, lengths
+
 
 class NullTokenizer(Tokenizer):
     """Numbers, separated by blanks, stand for themselves; `--vocab-size` of them, and one more id ends a document."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megafp8.data.tokenizer.base import Tokenizer, below, make_fingerprint, require_file
+from megafp8.data.tokenizer.base import Tokenizer, below, make_fingerprint, piece_lengths, require_file
 
 # pieces that end documents in models which declare no EOS
 _EOD_PIECES = ("<EOD>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<eos>")
@@ -40,6 +40,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([i for i in below(ids, self.vocab_size) if i != self.eod])
+
+    def byte_lengths(self) -> tuple[list[int], list[int]]:
+        processor, ids = self._processor, range(self.vocab_size)
+        pieces = [processor.id_to_piece(i) for i in ids]
+        special = [processor.is_control(i) or processor.is_unknown(i) or i == self.eod for i in ids]
+        return piece_lengths(pieces, special, processor.encode("a", out_type=str)[0].startswith("\u2581"))
 
 
 def _id_or_none(i: int) -> int | None:

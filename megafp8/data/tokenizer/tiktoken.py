@@ -72,6 +72,11 @@ class TikTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in below(ids, self.vocab_size) if i >= self._num_special])
 
+    def byte_lengths(self) -> tuple[list[int], list[int]]:
+        text = range(self._num_special, self.vocab_size)
+        lengths = [0] * self._num_special + [len(self._encoding.decode_single_token_bytes(i)) for i in text]
+        return lengths, lengths
+
 
 def _special_tokens(named: Sequence[str], number: int) -> dict[str, int]:
     """Special token -> id: the named ones, then fillers."""
