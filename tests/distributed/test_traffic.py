@@ -13,8 +13,23 @@ from megafp8.plan.communication import by_kind, step_traffic
 from megafp8.training.build import build_parts
 from megafp8.training.trainer import Trainer
 from tests.plan.traffic_cases import (
-    APART, BASE, BLOCKWISE, CP, EP, FP8_WIRE, LLAMA, MLA, MOE, PP, SHARED, SP, TENSORWISE, TP, ZERO, selective,
-)  # fmt: skip
+    APART,
+    BASE,
+    BLOCKWISE,
+    CP,
+    EP,
+    FP8_WIRE,
+    LLAMA,
+    MLA,
+    MOE,
+    PP,
+    SHARED,
+    SP,
+    TENSORWISE,
+    TP,
+    ZERO,
+    selective,
+)
 
 BRIEF = {"global_batch_size": 2, "num_workers": 0}
 TWO = {
