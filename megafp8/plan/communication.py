@@ -82,15 +82,27 @@ def _embedding(micro: Microbatch) -> Passes:
 
 
 def _head(micro: Microbatch) -> Passes:
-    """LM head and vocabulary-parallel cross entropy."""
+    """LM head and loss, of all tokens or of some at a time; then backward computes them again."""
+    chunks, local = micro.config.train.cross_entropy_chunks, micro.local
+    if chunks == 1:
+        return _head_of(micro, local)
+    size = -(-local // chunks)
+    sizes = [min(size, local - start) for start in range(0, local, size)]
+    first, *rest = (_head_of(micro, part).recomputed for part in sizes)
+    return first.then(*rest)
+
+
+def _head_of(micro: Microbatch, local: int) -> Passes:
+    """LM head and vocabulary-parallel cross entropy of `local` tokens on each rank."""
     m, tp = micro.config.model, micro.groups["tp"]
+    tokens = local * (tp.size if micro.sequence_parallel else 1)
     head = LinearTraffic(
-        "lm_head", "column", tp, micro.tokens, m.hidden_size, m.padded_vocab_size, None, micro.element,
+        "lm_head", "column", tp, tokens, m.hidden_size, m.padded_vocab_size, None, micro.element,
         sequence_parallel=micro.sequence_parallel, chunks=micro.chunks,
     )  # fmt: skip
     loss = Passes()
-    loss.add("forward", "max", tp, "loss: largest logits", 4 * micro.tokens)
-    loss.add("forward", "sum", tp, "loss: sums and targets", 2 * 4 * micro.tokens, 2)
+    loss.add("forward", "max", tp, "loss: largest logits", 4 * tokens)
+    loss.add("forward", "sum", tp, "loss: sums and targets", 2 * 4 * tokens, 2)
     return head.passes().then(loss)
 
 

@@ -30,6 +30,7 @@ QUICK = {
     "experts, all losses",
     "experts, uneven",
     "latent attention, contexts, prediction",
+    "loss in parts",
     "sequence parallel, tensorwise",
     "in chunks, bf16",
     "layers with experts again, uniform",

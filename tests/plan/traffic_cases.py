@@ -87,6 +87,8 @@ def _cases() -> dict[str, tuple[int, int, dict]]:
         "state in FP8": (2, 0, LLAMA | ZERO | {
             "use_precision_aware_optimizer": True, "store_param_remainders": True, "exp_avg_dtype": "fp8",
         }),
+        "loss in parts": (2, 0, SP | BLOCKWISE | {"cross_entropy_chunks": 3}),
+        "loss in parts, prediction": (2, 0, TP | MLA | {"cross_entropy_chunks": 2, "mtp_num_layers": 1}),
         "biases": (2, 0, SP | TENSORWISE | {"squared_relu": True}),
         "BF16 among FP8": (2, 1, SP | LLAMA | TENSORWISE | {"keep_modules_in_bf16": ("*.fc2",)}),
         "contexts, gathered": (2, 0, CP),
