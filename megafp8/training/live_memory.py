@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from megafp8.core.pipeline.executor import Executor
+from megafp8.fp8.param import Weight
 from megafp8.training.build import Parts
 
 OWNERS = ("weights", "main gradients (fp32)", "master weights", "Adam moments", "FP8 copies of weights", "buffers")
 """Named as the plan names them (`plan.memory`)."""
+COPIES = ("_owner", "_grouped")
+"""Attributes of modules that hold FP8 copies: a linear's weight, and a layer's experts together."""
 END = "the loss, or where it stopped"
 AGAIN = "inputs of what is made again"
 IN_HAND = "in hand where it stopped"
@@ -68,9 +71,9 @@ def live_memory(parts: Parts, error: BaseException | None = None) -> LiveMemory:
     """What is there now; after an `error`, also what its frames hold."""
     model, optimizer, storages = parts.model, parts.optimizer, _Storages()
     weights = list(model.parameters())
-    copies = [vars(module).get("_owner") for module in model.modules()]
+    copies = [vars(module).get(name) for module in model.modules() for name in COPIES]
     held = (
-        [weights, [owner.primary for owner in copies if owner is not None]],
+        [weights, [owner.primary for owner in copies if isinstance(owner, Weight)]],
         optimizer.grads.state,
         optimizer.masters,
         [optimizer.exp_avg, optimizer.exp_avg_sq],
