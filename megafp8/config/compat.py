@@ -177,14 +177,6 @@ NOT_YET = (
     *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
     *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
-    *not_yet(
-        "Weights & Biases",
-        "--wandb-project X",
-        "--wandb-exp-name X",
-        "--wandb-entity X",
-        "--wandb-save-dir X",
-        harmless=[""],
-    ),
 )
 
 NOT_YET_FIELDS: tuple[NotYetField, ...] = ()

@@ -112,6 +112,6 @@ def _keywords(field: dataclasses.Field, spec: FlagSpec, annotation: Any) -> dict
 def _default_text(field: dataclasses.Field, spec: FlagSpec, kind: Any) -> str:
     if spec.shown_default is not None:
         return f" (default: {spec.shown_default})".replace("%", "%%")
-    if kind is bool or field.default is None:
+    if kind is bool or field.default in (None, ""):
         return ""
     return f" (default: {field.default})".replace("%", "%%")

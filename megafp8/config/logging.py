@@ -19,6 +19,14 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(
         None, "Directory of TensorBoard events.", metavar="DIR", shown_default="--log-dir's"
     )
+    wandb_project: str = flag(
+        "", "Log to Weights & Biases as well, in this project; needs --wandb-exp-name.", metavar="NAME"
+    )
+    wandb_exp_name: str = flag("", "Name of the run in Weights & Biases.", metavar="NAME")
+    wandb_entity: str = flag("", "Team or user in Weights & Biases.", metavar="NAME")
+    wandb_save_dir: str = flag(
+        "", "Directory of Weights & Biases' own files.", metavar="DIR", shown_default="--log-dir's"
+    )
     timing_log_level: int = flag(
         0,
         "Time the phases of an iteration: 1 what runs once in each, 2 also forward, backward and all waits for other "

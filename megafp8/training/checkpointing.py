@@ -33,7 +33,7 @@ from megafp8.training.build import Parts, tokenizer_identity
 from megafp8.training.progress import Progress
 
 # What may differ between a run and its continuation without saying anything about the training.
-UNREMARKABLE = ("--log-dir", "--save", "--load", "--tensorboard-dir", "--dry-run")
+UNREMARKABLE = ("--log-dir", "--save", "--load", "--tensorboard-dir", "--wandb-save-dir", "--dry-run")
 
 
 class RunState:

@@ -9,13 +9,13 @@ from megafp8.parallel import ParallelContext
 
 
 def check_places(config: Config, parallel: ParallelContext) -> None:
-    """Makes `--save`, `--log-dir` and `--tensorboard-dir` where they are missing, and writes a file there for a moment.
+    """Makes `--save`, `--log-dir` and other logs' directories where they are missing, and writes a file there a moment.
 
     Every rank writes checkpoints, the first one logs. Raises ValueError with the flag of the first place that refuses.
     """
     saves = () if config.train.skip_train else ("save",)
-    logs = ("log_dir", "tensorboard_dir") if parallel.is_first else ()
+    logs = ("log_dir", "tensorboard_dir", "wandb_save_dir") if parallel.is_first else ()
     for name in (*saves, *logs):
         directory = config.value(name)
-        if directory is not None and not writable_directory(directory):
+        if directory and not writable_directory(directory):
             raise ValueError(f"{flag_of(name)} {directory}: can't write there; give another directory")

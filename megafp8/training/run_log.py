@@ -1,4 +1,4 @@
-"""A run's log: `metrics.jsonl`, TensorBoard events, and a console line like Megatron's.
+"""A run's log: `metrics.jsonl`, boards (TensorBoard, W&B), and a console line like Megatron's.
 
 One JSON object a line, numbers unrounded. Training lines come one an iteration, written at every `--log-interval`
 (reading a number from a GPU waits for it, so that happens once an interval); their `elapsed_ms`,
@@ -16,7 +16,10 @@ import sys
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from megafp8.training.wandb_board import WandbBoard
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -61,13 +64,16 @@ class RunLog:
         show_throughput: bool = False,
         progress: bool | None = None,
         out: TextIO | None = None,
+        wandb: WandbBoard | None = None,
     ) -> None:
-        """show_throughput: TFLOPS on the console line; progress: show a bar (None: when `out` is a terminal)."""
+        """show_throughput: TFLOPS on the console line; progress: show a bar (None: when `out` is a terminal); wandb:
+        gets what TensorBoard gets, and is closed with the log."""
         self.writes = writes
         self.total_iterations = total_iterations
         self._show_throughput = show_throughput
         self._out = out = out or sys.stdout
-        self._jsonl = self._tensorboard = self._bar = None
+        self._jsonl = self._bar = None
+        self._boards: list[Any] = [] if wandb is None else [wandb]
         self._log_dir = log_dir
         self._streams: dict[str, TextIO] = {}
         self._redirect = ExitStack()
@@ -79,7 +85,7 @@ class RunLog:
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(tensorboard_dir))
+            self._boards.insert(0, SummaryWriter(str(tensorboard_dir)))
         if progress if progress is not None else out.isatty():
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
@@ -119,20 +125,21 @@ class RunLog:
                 self.note(f"{EVENTS_FILE}: {error}")
 
     def monitor(self, lines: list[dict[str, Any]]) -> None:
-        """The monitor's lines of one step, into `fp8_monitor.jsonl`, and as scalars and histograms into TensorBoard."""
+        """The monitor's lines of one step, into `fp8_monitor.jsonl`, and as scalars and histograms onto the boards."""
         if self.writes:
             self._append(MONITOR_FILE, lines)
-        if self.writes and self._tensorboard is not None:
+        if self.writes and self._boards:
             from megafp8.training.monitor_board import add_to_tensorboard  # loads torch, which readers of logs spare
 
-            for line in lines:
-                add_to_tensorboard(self._tensorboard, line)
+            for board in self._boards:
+                for line in lines:
+                    add_to_tensorboard(board, line)
 
     def scalars(self, iteration: int, values: dict[str, float]) -> None:
-        """Numbers for TensorBoard alone, by tag."""
-        if self.writes and self._tensorboard is not None:
+        """Numbers for the boards alone, by tag."""
+        for board in self._boards if self.writes else ():
             for tag, value in values.items():
-                self._tensorboard.add_scalar(tag, value, iteration)
+                board.add_scalar(tag, value, iteration)
 
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         if self._log_dir is not None:
@@ -167,18 +174,18 @@ class RunLog:
         if self._jsonl is not None:
             self._jsonl.write(json.dumps(_finite(line), allow_nan=False) + "\n")
             self._jsonl.flush()
-        if self._tensorboard is not None:
+        for board in self._boards:
             for key, value in line.items():
                 if isinstance(value, (int, float)) and key not in ("iteration", "consumed_samples"):
-                    tag = prefix + TENSORBOARD_TAGS.get(key, key)
-                    self._tensorboard.add_scalar(tag, value, line["iteration"])
+                    board.add_scalar(prefix + TENSORBOARD_TAGS.get(key, key), value, line["iteration"])
 
     def close(self) -> None:
-        for resource in (self._bar, self._jsonl, self._tensorboard, *self._streams.values()):
+        for resource in (self._bar, self._jsonl, *self._boards, *self._streams.values()):
             if resource is not None:
                 resource.close()
         self._streams.clear()
-        self._bar = self._jsonl = self._tensorboard = None
+        self._boards.clear()
+        self._bar = self._jsonl = None
         self._redirect.close()
 
 

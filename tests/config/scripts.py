@@ -12,9 +12,9 @@ ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = {
     "llama3_8b_fp8": set(),
     "gpt3_175b": set(),
-    "mixtral_8x7b": {"Weights & Biases"},
+    "mixtral_8x7b": set(),
     "qwen3_30b_a3b": set(),
-    "deepseek_v3": {"Weights & Biases"},
+    "deepseek_v3": set(),
 }
 
 

@@ -136,9 +136,9 @@ def test_hard_ones(parse, flag, words):
 
 def test_all_missing_features_are_named_at_once(parse):
     with pytest.raises(ValueError) as error:
-        parse("--wandb-project a --wandb-exp-name b --use-checkpoint-args --cuda-graph-impl local")
+        parse("--eval-global-batch-size 8 --use-checkpoint-args --cuda-graph-impl local")
     text = str(error.value)
-    assert "Weights & Biases (--wandb-project a --wandb-exp-name b)" in text
+    assert "a batch size of its own for evaluation (--eval-global-batch-size 8)" in text
     assert "flags read from a checkpoint (--use-checkpoint-args)" in text
     assert "CUDA graphs (--cuda-graph-impl local)" in text
 

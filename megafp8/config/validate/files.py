@@ -1,5 +1,7 @@
 """Checks that the files which flags name exist, before anything is built."""
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from megafp8.config.config import Config, flag_of
@@ -14,10 +16,10 @@ TOKENIZER_FILES = {
 
 
 def check_files(config: Config) -> None:
-    """Checks data prefixes, tokenizer files and the checkpoint to fine-tune.
+    """Checks data prefixes, tokenizer files, the checkpoint to fine-tune, and the package that --wandb-project needs.
 
     Raises:
-        ValueError: the first file that is missing, with its flag and the mend.
+        ValueError: the first one that is missing, with its flag and the mend.
     """
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in config.value(name) or ():
@@ -27,9 +29,20 @@ def check_files(config: Config) -> None:
         path = Path(config.value(name))
         if not path.exists():
             raise ValueError(f"{flag_of(name)} {path}: no such file; give the tokenizer's path")
+    project = config.logging.wandb_project
+    if project and not config.train.dry_run and not _installed("wandb"):
+        raise ValueError(f"--wandb-project {project}: the package wandb is not installed; pip install 'megafp8[wandb]'")
     load = config.checkpoint.load
     if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported; a mere directory of its name, as W&B leaves one, is none."""
+    if package in sys.modules:
+        return True
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _check_prefix(flag: str, prefix: str) -> None:

@@ -156,6 +156,11 @@ IDLE = (
         lambda c: not c.logging.profile,
         "without --profile",
     ),
+    Idle(
+        ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+        lambda c: not c.logging.wandb_project,
+        "without --wandb-project",
+    ),
 )
 
 

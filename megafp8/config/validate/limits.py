@@ -6,7 +6,7 @@ of hours spent on building something that fits no machine.
 
 import math
 
-from megafp8.config.config import Config, flag_of
+from megafp8.config.config import Config, field_table, flag_of
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr")
 
@@ -130,7 +130,7 @@ def _check_representable(name: str, value: object) -> None:
         raise ValueError(f"{flag_of(name)} {value}: is infinite in FP32; give {LARGEST} or less")
     if type(value) is int and value > LARGEST_COUNT:
         raise ValueError(f"{flag_of(name)} {value}: give {LARGEST_COUNT} or less")
-    if isinstance(value, str) and (not value.strip() or "\0" in value):
+    if isinstance(value, str) and value != field_table()[name][1].default and (not value.strip() or "\0" in value):
         raise ValueError(f"{flag_of(name)} {value!r}: the value is empty or has a NUL; give one, or leave the flag out")
 
 

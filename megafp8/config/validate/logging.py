@@ -3,6 +3,18 @@
 from megafp8.config.config import Config
 
 
+def wandb(c: Config) -> str | None:
+    """What Weights & Biases needs to be told."""
+    log = c.logging
+    if not log.wandb_project:
+        return None
+    if not log.wandb_exp_name:
+        return f"--wandb-project {log.wandb_project} needs a name for the run; add --wandb-exp-name"
+    if not (log.wandb_save_dir or log.log_dir or c.checkpoint.save):
+        return f"--wandb-project {log.wandb_project} has nowhere to keep its files; add --log-dir"
+    return None
+
+
 def profile(c: Config) -> str | None:
     """Which iterations and ranks are traced, and where to."""
     log, world = c.logging, c.parallel.world_size
