@@ -35,6 +35,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+import bench_timing
 import torch
 import torch.nn.functional as F
 from megafp8.kernels import gemm, gemm_scaled, grouped_gemm
@@ -209,18 +210,13 @@ def seconds(
     for run in runs.values():
         run()
         run()
-    times: dict[str, list] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            torch.cuda._sleep(sleep_cycles)
-            start.record()
-            run()
-            end.record()
-            times[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in times.items()}
+
+    def rest() -> None:
+        flush.zero_()
+        torch.cuda._sleep(sleep_cycles)
+
+    times = bench_timing.in_turn(runs, torch.device("cuda"), repeats, before=rest)
+    return {name: statistics.median(found) / 1e3 for name, found in times.items()}
 
 
 def bench(case: Case, flush: Tensor, repeats: int, skip: tuple[str, ...] = ()) -> dict:

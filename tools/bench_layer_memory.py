@@ -17,12 +17,12 @@ import argparse
 import gc
 import json
 import shlex
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -185,30 +185,13 @@ def rival(config: Config, device: torch.device) -> Callable[[], None]:
     return run
 
 
-def milliseconds(run: Callable[[], None], repeats: int) -> float:
-    """Median time of a call, queued one after the other as in training."""
-    for _ in range(3):
-        run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False))
-
-
 def breakdown(run: Callable[[], None]) -> dict[str, dict[str, float]]:
     """Kernel class -> {ms, launches} of one call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
     table: dict[str, dict[str, float]] = {}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            entry = table.setdefault(kernel_class(event.name), {"ms": 0.0, "launches": 0})
-            entry["ms"] += event.device_time / 1e3
-            entry["launches"] += 1
+    for kernel in bench_timing.kernels(run, torch.device("cuda")):
+        entry = table.setdefault(kernel_class(kernel.name), {"ms": 0.0, "launches": 0})
+        entry["ms"] += kernel.ms
+        entry["launches"] += 1
     return table
 
 
@@ -240,7 +223,7 @@ def measure(args: argparse.Namespace, option: str, device: torch.device) -> dict
     if device.type == "cuda":
         layer = Layer(config, device)
         record["allocated_bytes"] = layer.held()
-        record["ms"] = milliseconds(layer.microbatch, args.repeats)
+        record["ms"] = bench_timing.milliseconds(layer.microbatch, device, args.repeats)
         if args.breakdown:
             record["kernels"] = breakdown(layer.microbatch)
     return record
@@ -297,7 +280,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     rival_ms = None
     if device.type == "cuda" and not args.no_rival:
-        rival_ms = milliseconds(rival(config_of(args, args.options[0]), device), args.repeats)
+        run = rival(config_of(args, args.options[0]), device)
+        rival_ms = bench_timing.milliseconds(run, device, args.repeats)
     print(show(records, rival_ms))
     if args.output:
         sizes = {"model": args.model, "seq_length": args.seq_length, "micro_batch_size": args.micro_batch_size}

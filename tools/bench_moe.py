@@ -21,12 +21,12 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from bench_timing import between, kernels, mark, milliseconds
 from torch import Tensor
 
 from megafp8.config.model import ModelConfig
@@ -179,41 +179,22 @@ class Bench:
         """Median ms of forward and backward, and of forward."""
         both, forward = [], []
         for _ in range(repeats):
-            marks = [self._mark()]
+            marks = [mark(self.device)]
             y = self.forward(fresh=self.fresh)
-            marks.append(self._mark())
+            marks.append(mark(self.device))
             y.backward(self.dy)
-            marks.append(self._mark())
+            marks.append(mark(self.device))
             self.x.grad = self.weights.grad = None
             del y
-            both.append(self._between(marks[0], marks[2]))
-            forward.append(self._between(marks[0], marks[1]))
+            both.append(between(marks[0], marks[2]))
+            forward.append(between(marks[0], marks[1]))
         return statistics.median(both), statistics.median(forward)
-
-    def _mark(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-        if self.device.type != "cuda":
-            return 1e3 * (end - start)
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
 
     def parts(self, repeats: int = 3) -> dict[str, float]:
         """Device ms by kernel."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                self.run()
-            torch.cuda.synchronize()
         found: dict[str, float] = {}
-        for event in profile.key_averages():
-            if event.self_device_time_total:
-                name = event.key[:90]
-                found[name] = found.get(name, 0.0) + event.self_device_time_total / repeats / 1e3
+        for kernel in kernels(lambda: [self.run() for _ in range(repeats)], self.device):
+            found[kernel.name[:90]] = found.get(kernel.name[:90], 0.0) + kernel.ms / repeats
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -254,21 +235,7 @@ class Wire:
             yield f"{name:10} bf16 {bf16:6.3f}ms  fp8 {fp8:6.3f}ms  saves {saved / 1e6:6.0f} MB  break even {even}"
 
     def _time(self, run: Callable[[bool], None], fp8: bool) -> float:
-        run(fp8)
-        times = []
-        for _ in range(self.repeats):
-            if self.x.is_cuda:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run(fp8)
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end))
-            else:
-                begin = time.perf_counter()
-                run(fp8)
-                times.append(1e3 * (time.perf_counter() - begin))
-        return statistics.median(times)
+        return milliseconds(lambda: run(fp8), self.x.device, self.repeats, warmup=1)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -24,13 +24,13 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from bench_timing import timed
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -282,22 +282,6 @@ class Bench:
             with timed(self.device, times):
                 self.run_layer()
         return times
-
-
-@contextmanager
-def timed(device: torch.device, times: list[float]) -> Iterator[None]:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        yield
-        times.append(1e3 * (time.perf_counter() - start))
-        return
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    yield
-    end.record()
-    torch.cuda.synchronize()
-    times.append(start.elapsed_time(end))
 
 
 def measure(name: str, variant: str, tokens: int, ep: int | None, repeats: int, device: torch.device) -> Result:

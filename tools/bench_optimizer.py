@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 
+import bench_timing
 import torch
 from torch import Tensor, nn
 
@@ -82,21 +82,9 @@ def make_optimizer(
     return optimizer
 
 
-def milliseconds(run: Callable[[], object], repeats: int = 9, calls: int = 3) -> float:
+def milliseconds(run: Callable[[], object], repeats: int = 9) -> float:
     """Median device time of a call. Calls follow each other, so that the host is ahead, as it is in training."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # a millisecond in which the host queues them
-        start.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls)
-    return statistics.median(times)
+    return bench_timing.milliseconds(run, torch.device("cuda"), repeats, calls=3, ahead=True)
 
 
 def updater(optimizer: Optimizer) -> Callable[[], None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from bench_timing import milliseconds
 from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
 from torch import Tensor
 
@@ -222,16 +222,9 @@ def microseconds(run: Callable[[int], object], calls: int = 6, replays: int = 7)
             kept = [run(i) for i in range(calls)][-1:]
     torch.cuda.synchronize()
     graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / calls * 1e3)
+    replay = milliseconds(graph.replay, torch.device("cuda"), replays, warmup=0)
     del kept
-    return statistics.median(times)
+    return replay / calls * 1e3
 
 
 def copy_microseconds(nbytes: int) -> float:

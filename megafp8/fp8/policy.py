@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,6 +11,7 @@ from megafp8.config import Config
 from megafp8.config.fp8 import DEFAULT_RECIPE
 from megafp8.config.module_recipes import FLAG, module_recipes
 from megafp8.fp8 import gemm
+from megafp8.fp8.crossover import SmallLinears
 from megafp8.fp8.recipe import RECIPES, Recipe, get_recipe
 
 
@@ -19,7 +20,8 @@ class Policy:
 
     recipe: of the linears it covers. others: (pattern, recipe) of linears that get another one, None for high
     precision; the last that matches counts. keep: patterns of linears kept in high precision whatever else is said.
-    In patterns `*` matches dots too. flags: for each pattern where it comes from, for error messages.
+    In patterns `*` matches dots too. flags: for each pattern where it comes from, for error messages. too_small: (name,
+    recipe) -> whether FP8 would slow it down; not asked about linears that `others` names.
     """
 
     def __init__(
@@ -28,20 +30,23 @@ class Policy:
         keep: Iterable[str] = (),
         flags: dict[str, str] | None = None,
         others: Iterable[tuple[str, Recipe | None]] = (),
+        too_small: Callable[[str, Recipe], bool] = lambda name, recipe: False,
     ):
         self.recipe = recipe
         self.keep = tuple(keep)
         self.others = tuple(others)
-        self._flags = flags or {}
+        self._flags, self._too_small = flags or {}, too_small
         self.decisions: dict[str, Recipe | None] = {}
 
     def __call__(self, name: str) -> Recipe | None:
-        recipe = self.recipe
+        recipe, named = self.recipe, False
         for pattern, other in self.others:
-            recipe = other if fnmatchcase(name, pattern) else recipe
+            if fnmatchcase(name, pattern):
+                recipe, named = other, True
         kept = any(fnmatchcase(name, pattern) for pattern in self.keep)
-        covered = recipe is not None and recipe.covers(name)
-        self.decisions[name] = recipe if covered and not kept else None
+        covered = recipe is not None and recipe.covers(name) and not kept
+        covered = covered and (named or not self._too_small(name, recipe))
+        self.decisions[name] = recipe if covered else None
         return self.decisions[name]
 
     def check(self) -> None:
@@ -93,7 +98,7 @@ def from_config(config: Config) -> Policy:
     keep, chosen = tuple(flags), module_recipes(fp8.fp8_module_recipes, RECIPES)
     flags |= {entry.pattern: FLAG for entry in chosen if entry.pattern not in flags}
     others = [(e.pattern, e.recipe and get_recipe(e.recipe, fp8_format=e.fp8_format)) for e in chosen]
-    return Policy(recipe_of(config), keep, flags, others)
+    return Policy(recipe_of(config), keep, flags, others, SmallLinears(config))
 
 
 def check_gemms(config: Config, device: torch.device) -> None:

@@ -1,0 +1,76 @@
+"""From which sizes on FP8 pays: looked up in a table of measurements. Without one for the device, it always does.
+
+`crossover.json`, written by `tools/bench_step.py --crossover`: device name -> recipe -> list of
+`[tokens, out_features, in_features, speed]`, the speed of a linear's forward and backward in FP8 over BF16's. A linear
+goes by the measurement that is nearest in the logarithms of the three. Linears that are slower in FP8 stay in high
+precision, unless `--fp8-module-recipes` names them. Experts were not measured, and are never left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from megafp8.config import Config
+from megafp8.fp8.recipe import Recipe
+
+log = logging.getLogger(__name__)
+TABLE = Path(__file__).with_name("crossover.json")
+
+
+@cache
+def table() -> dict[str, dict[str, list]]:
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+def speed(device: str, recipe: str, tokens: int, out_features: int, in_features: int) -> float | None:
+    """FP8's over BF16's of the measurement that is nearest; None where there is none."""
+    rows = table().get(device, {}).get(recipe, [])
+    sizes = tokens, out_features, in_features
+
+    def distance(row: list) -> float:
+        return sum((math.log2(ours) - math.log2(theirs)) ** 2 for ours, theirs in zip(sizes, row, strict=False))
+
+    return min(rows, key=distance)[3] if rows else None
+
+
+class SmallLinears:
+    """Says of a linear, by its global name, whether it is too small for FP8 on the device that runs."""
+
+    def __init__(self, config: Config) -> None:
+        runs_on_gpu = config.train.device != "cpu" and bool(table()) and torch.cuda.is_available()
+        self.device = torch.cuda.get_device_name() if runs_on_gpu else ""
+        m, p = config.model, config.parallel
+        self.tokens = (config.train.micro_batch_size or 1) * config.data.seq_length // p.context_parallel_size
+        tp, width = p.tensor_model_parallel_size, m.ffn_hidden_size * (2 if m.swiglu else 1)
+        rows = (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels
+        self.sizes = {
+            "attention.qkv": (rows // tp, m.hidden_size),
+            "attention.proj": (m.hidden_size, m.num_attention_heads * m.value_channels // tp),
+            "mlp.fc1": (width // tp, m.hidden_size),
+            "mlp.fc2": (m.hidden_size, m.ffn_hidden_size // tp),
+        }
+
+    def __call__(self, name: str, recipe: Recipe) -> bool:
+        part = ".".join(name.split(".")[-2:])
+        if not self.device or part not in self.sizes:
+            return False
+        found = speed(self.device, recipe.name, self.tokens, *self.sizes[part])
+        if found is None or found >= 1:
+            return False
+        out_features, in_features = self.sizes[part]
+        _say(
+            f"{part} stays in BF16: at {self.tokens} tokens, {out_features} x {in_features}, FP8 ({recipe.name}) has "
+            f"{found:.2f} of BF16's speed on {self.device} (--fp8-module-recipes '*.{part}={recipe.name}': FP8 anyway)"
+        )
+        return True
+
+
+@cache
+def _say(what: str) -> None:
+    log.warning(what)
