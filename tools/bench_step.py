@@ -69,7 +69,7 @@ PRESETS = {
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 8 --moe-layer-freq [0]*1+[1]*1 --moe-ffn-hidden-size 2048 "
     "--moe-router-topk 8 --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid "
     "--seq-length 4096 --micro-batch-size 1 --vocab-size 32767",
-    "tiny": "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --group-query-attention "
+    "tiny": "--num-layers 1 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 32 --micro-batch-size 2 --vocab-size 255",
     "tiny-moe": "--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --num-experts 4 "
     "--moe-ffn-hidden-size 128 --moe-router-topk 2 --seq-length 32 --micro-batch-size 2 --vocab-size 255",
@@ -90,7 +90,6 @@ RECIPES = {
     "tensorwise, FP8 weights": f"--fp8-format hybrid --fp8-recipe tensorwise {PRIMARY}",
 }
 BASE, PLAIN = "bf16", "plain nn.Module, compiled"
-PROFILED = 2  # steps
 
 
 def config_of(args: argparse.Namespace, recipe: str) -> Config:
@@ -247,10 +246,12 @@ class Candidate:
 
 def looked_into(one: Candidate, record: dict[str, Any], microbatches: int) -> dict[str, Any]:
     """The record with where its time goes, its slowest kernels, and conversions that the ledger lacks."""
-    found = bench_timing.kernels(lambda: [one.run() for _ in range(PROFILED)], one.device)
-    more = {"breakdown": breakdown(found, PROFILED, record["ms"]), "slowest": slowest(found, PROFILED, 25)}
-    if one.device.type == "cuda":
-        more["unknown"] = unknown((k.name for k in found), conversions(one.config), PROFILED * microbatches)
+    cuda = one.device.type == "cuda"
+    steps = 2 if cuda else 1
+    found = bench_timing.kernels(lambda: [one.run() for _ in range(steps)], one.device)
+    more = {"breakdown": breakdown(found, steps, record["ms"]), "slowest": slowest(found, steps, 25)}
+    if cuda:
+        more["unknown"] = unknown((k.name for k in found), conversions(one.config), steps * microbatches)
     return record | more
 
 

@@ -45,20 +45,15 @@ class SmallLinears:
     def __init__(self, config: Config) -> None:
         runs_on_gpu = config.train.device != "cpu" and bool(table()) and torch.cuda.is_available()
         self.device = torch.cuda.get_device_name() if runs_on_gpu else ""
-        m, p = config.model, config.parallel
-        self.tokens = (config.train.micro_batch_size or 1) * config.data.seq_length // p.context_parallel_size
-        tp, width = p.tensor_model_parallel_size, m.ffn_hidden_size * (2 if m.swiglu else 1)
-        rows = (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels
-        self.sizes = {
-            "attention.qkv": (rows // tp, m.hidden_size),
-            "attention.proj": (m.hidden_size, m.num_attention_heads * m.value_channels // tp),
-            "mlp.fc1": (width // tp, m.hidden_size),
-            "mlp.fc2": (m.hidden_size, m.ffn_hidden_size // tp),
-        }
+        self.sizes = _sizes(config) if self.device else {}
+        self.tokens = 0
+        if self.device:
+            sequences = config.train.micro_batch_size * config.data.seq_length
+            self.tokens = sequences // config.parallel.context_parallel_size
 
     def __call__(self, name: str, recipe: Recipe) -> bool:
         part = ".".join(name.split(".")[-2:])
-        if not self.device or part not in self.sizes:
+        if part not in self.sizes:
             return False
         found = speed(self.device, recipe.name, self.tokens, *self.sizes[part])
         if found is None or found >= 1:
@@ -69,6 +64,18 @@ class SmallLinears:
             f"{found:.2f} of BF16's speed on {self.device} (--fp8-module-recipes '*.{part}={recipe.name}': FP8 anyway)"
         )
         return True
+
+
+def _sizes(config: Config) -> dict[str, tuple[int, int]]:
+    """Part of a layer -> (out, in) features of a rank."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    rows = (m.num_attention_heads + 2 * m.num_query_groups) * m.kv_channels
+    return {
+        "attention.qkv": (rows // tp, m.hidden_size),
+        "attention.proj": (m.hidden_size, m.num_attention_heads * m.value_channels // tp),
+        "mlp.fc1": (m.ffn_hidden_size * (2 if m.swiglu else 1) // tp, m.hidden_size),
+        "mlp.fc2": (m.hidden_size, m.ffn_hidden_size // tp),
+    }
 
 
 @cache
