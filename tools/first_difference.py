@@ -30,7 +30,7 @@ def record(output: Path, steps: int, flags: list[str]) -> None:
     from megafp8.training.trace import tracing
     from megafp8.training.trainer import Trainer
 
-    config = parse_args(flags).replace(save=None, eval_iters=0, log_dir=None, tensorboard_dir=None)
+    config = parse_args(flags).replace(save=None, eval_iters=0, log_dir=None, tensorboard_dir=None, wandb_project="")
     if config.train.recompute_granularity is not None:
         raise ValueError("--recompute-granularity: activations would be traced twice; leave it out")
     device = pick_device(config.train.device)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megafp8.training.run_log import METRICS_FILE, RunLog, console_line, read_metrics
+from megafp8.training.run_log import EVENTS_FILE, METRICS_FILE, RunLog, console_line, read_metrics
 
 
 def line(iteration: int, loss: float = 2.0, **extra) -> dict:
@@ -87,11 +87,16 @@ def test_every_line_is_json_whatever_the_loss(tmp_path, loss):
 def test_a_resumed_run_mends_the_half_line_of_a_killed_one(tmp_path):
     path = tmp_path / METRICS_FILE
     path.write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:20])
+    (tmp_path / EVENTS_FILE).write_text('{"iteration": 1, "event": "start"}\n{"iterat')
     log = open_log(tmp_path)
     log.training([line(2), line(3)])
+    log.event("nonfinite", 2, "skipped")
+    log.record("save", 3, "saved")
     log.close()
     assert [entry["iteration"] for entry in read_metrics(tmp_path)[0]] == [1, 2, 3]
     assert all(strict(text) for text in path.read_text().splitlines())
+    told = [strict(text) for text in (tmp_path / EVENTS_FILE).read_text().splitlines()]
+    assert [(entry["iteration"], entry["event"]) for entry in told] == [(1, "start"), (2, "nonfinite"), (3, "save")]
 
 
 @pytest.mark.parametrize("text", ["3", "[]", "{}", "\xff"])

@@ -5,6 +5,7 @@ The stand-in below records what the real package would be sent. With the package
 
 import importlib.util
 import io
+import json
 import sys
 import types
 
@@ -64,6 +65,8 @@ def test_a_run_and_its_continuation(corpus, tmp_path, wandb):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     assert run(*command(corpus, tmp_path, "--exit-interval", "2")) == 0
     assert run(*command(corpus, tmp_path)) == 0
+    told = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert told == ["start", "save", "end"] * 2
     (first, rows), (second, later) = wandb.runs
     assert wandb.finished == 2
     assert (first["project"], first["name"], first["dir"]) == ("p", "e", str(tmp_path))
