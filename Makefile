@@ -26,10 +26,10 @@ quickstart: venv
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/quickstart.sh
 
 test: venv lint
-	$(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu" -q
+	$(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu" -q --durations 20
 
 test-slow: venv
-	$(PYTEST) -m "slow and not gpu" -q
+	$(PYTEST) -n 2 --dist worksteal -m "slow and not gpu" -q --durations 20
 
 # Most of a GPU test's time is compilation on the host: GPU_WORKERS processes share the device.
 GPU_WORKERS ?= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -44,6 +45,14 @@ def _execute(argv: list[str], output: Path, cwd: Path | None, session: bool) -> 
     if cwd is not None:
         os.chdir(cwd)
     torch.set_num_threads(1)
+    atexit._clear()  # what is to be done when the parent ends
+    try:
+        _run(argv)
+    finally:
+        atexit._run_exitfuncs()  # as at an interpreter's end, which a forked process never comes to
+
+
+def _run(argv: list[str]) -> None:
     if argv[0] == "-c":
         sys.argv = ["-c", *argv[2:]]
         sys.path.insert(0, "")

@@ -73,7 +73,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def start(script: Path, *args: str, folder: Path, code: int = 0, **env: str) -> subprocess.CompletedProcess:
     done = subprocess.run(["bash", str(script), *args], cwd=folder, env=environment(folder, **env), text=True,
-                          capture_output=True, timeout=120)  # fmt: skip
+                          capture_output=True, timeout=600)  # fmt: skip
     assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -187,7 +187,7 @@ def test_slurm_requeues_what_a_signal_stopped(desk):
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)
-    assert "requeued as job 7" in process.communicate(timeout=60)[0]
+    assert "requeued as job 7" in process.communicate(timeout=600)[0]
     assert process.returncode == 138
     assert recorded(desk, "scontrol.x")[0] == ["requeue", "7"]
 
@@ -235,11 +235,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(desk):
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=600) != 0
     saved = (desk / "run" / "checkpoints" / "latest").read_text().strip()
     done = int(saved.removeprefix("iter_"))
     for rank in "01":
         assert list((desk / "run" / "logs" / "first" / "node0").glob(f"*/attempt_0/{rank}/stderr.log"))
     again = [*script, "--train-iters", str(done + 2), "--override-opt_param-scheduler"]
-    subprocess.run(again, env=env, check=True, capture_output=True, timeout=120)
+    subprocess.run(again, env=env, check=True, capture_output=True, timeout=600)
     assert (desk / "run" / "checkpoints" / "latest").read_text().strip() == f"iter_{done + 2:07d}"

@@ -32,7 +32,7 @@ class Gate:
 
         def held(tensor):
             self.reached.set()
-            assert self.open.wait(30)
+            assert self.open.wait(300)
             if self.error is not None:
                 raise self.error
             return blocks(tensor)
@@ -48,7 +48,7 @@ def gate(monkeypatch):
 def test_the_state_of_its_moment_is_saved_while_training_goes_on(tmp_path, gate):
     saver, items = BackgroundSaver(), make_items(1)
     assert saver.start(CheckpointWriter(tmp_path, 10, {"x": 1}), items)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(300)
     assert saver.busy
     assert not saver.written
     for item in items.values():  # the next step
@@ -155,7 +155,7 @@ def test_deleting_the_one_before_takes_no_time_of_training(tmp_path, monkeypatch
     rmtree, gate = shutil.rmtree, threading.Event()
 
     def slow(path, *args, **kwargs):
-        assert gate.wait(30)
+        assert gate.wait(300)
         return rmtree(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", slow)

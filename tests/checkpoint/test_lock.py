@@ -17,7 +17,7 @@ def hold(pipe, save: str) -> None:
     """Takes the lock, says so, and keeps it until the process is killed."""
     lock = SaveLock(Path(save))
     pipe.send("held")
-    time.sleep(60)
+    time.sleep(600)
     lock.release()
 
 

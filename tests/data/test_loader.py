@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 
 from megafp8.data import MaskOptions, build_loader
 from megafp8.data.loader import micro_batch_indices
+from tests import forked
 
 SEQ = 8
 
@@ -107,7 +106,7 @@ def test_errors():
     assert samples_of(load(100, micro_batch_size=4, consumed_samples=100)) == []
 
 
-def test_workers_outlive_signals():
+def test_workers_outlive_signals(tmp_path):
     """CASES 78: SIGTERM and SIGINT to the whole process group leave the workers reading, so that the trainer can save;
     and they are gone soon after the trainer."""
     script = textwrap.dedent("""
@@ -133,13 +132,13 @@ def test_workers_outlive_signals():
         print(*workers, flush=True)
     """)
     root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40, cwd=root, start_new_session=True
-    )
-    assert result.returncode == 0, result.stderr
-    workers = [int(pid) for pid in result.stdout.split()]
+    output = tmp_path / "output"
+    trainer = forked.start(["-c", script], output, cwd=root, session=True)
+    trainer.join()
+    assert trainer.exitcode == 0, output.read_text()
+    workers = [int(pid) for pid in output.read_text().split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while any(_alive(pid) for pid in workers):
         assert time.monotonic() < deadline, "workers outlived the trainer"
         time.sleep(0.1)

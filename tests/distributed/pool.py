@@ -185,8 +185,8 @@ def _run(job: list, where: tuple[str, str, str], payload: bytes) -> tuple[bytes,
     except BaseException as error:  # noqa: BLE001 -- whatever it was, the test wants to see it
         # The time is taken before the groups close: their end is what makes the other ranks fail as well.
         told = time.time(), type(error).__name__, str(error), traceback.format_exc()
-        _close_groups()
-        return pickle.dumps(("failed", told)), False
+    _close_groups()  # once nothing refers to the error, whose traceback would keep them alive
+    return pickle.dumps(("failed", told)), False
 
 
 def _close_groups() -> None:

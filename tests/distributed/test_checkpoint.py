@@ -144,7 +144,7 @@ def save_in_the_background(directory: str, slow_rank: int | None, fails: bool) -
     gate, blocks = threading.Event(), tensor_file._blocks
 
     def held(tensor):
-        assert gate.wait(20)
+        assert gate.wait(300)
         if fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return blocks(tensor)

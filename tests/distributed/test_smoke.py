@@ -15,7 +15,7 @@ def test_sixteen_ranks(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "examples/smoke_16_ranks.sh", str(tmp_path)]
     result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=800
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     assert "largest relative difference" in result.stdout

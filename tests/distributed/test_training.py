@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +16,7 @@ import pretrain_gpt
 from megafp8.optimizer import Optimizer
 from megafp8.training.run_log import read_metrics
 from megafp8.training.trainer import Trainer
+from tests.distributed.pool import WorkerError
 from tests.training.runs import RECIPES, flags, write_corpus
 
 TP_DP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -41,7 +41,7 @@ def lines(log_dir: Path, key: str) -> list[float]:
 
 def start(pool, world: int, corpus: Path, log_dir: Path, *extra: str) -> list[int]:
     argv = [*flags(corpus, *SMOOTH), "--log-dir", str(log_dir), *extra]
-    return pool.run_on(world, run, argv, timeout=120)
+    return pool.run_on(world, run, argv)
 
 
 def near(actual: list[float], expected: list[float]) -> bool:
@@ -112,7 +112,7 @@ def run_with_signal(argv: list[str]) -> int:
 
 def test_signal_to_one_rank_stops_all_with_a_checkpoint(pool, corpus, tmp_path):
     argv = [*flags(corpus, *SMOOTH), "--log-dir", str(tmp_path / "log"), "--save", str(tmp_path / "saved"), *TP_DP]
-    assert pool.run_on(4, run_with_signal, argv, timeout=60) == [143] * 4
+    assert pool.run_on(4, run_with_signal, argv) == [143] * 4
     (stopped,) = (tmp_path / "saved").glob("iter_*")
     assert lines(tmp_path / "log", "iteration")[-1] == int(stopped.name.removeprefix("iter_")) == 4
 
@@ -148,6 +148,32 @@ def test_mistakes_are_told_before_any_communication(pool, corpus, tmp_path):
     assert start(pool, 2, corpus, tmp_path, *fp8) == [2, 2]  # 24 features a rank, tiles of 1 x 128
 
 
+def run_and_fail(argv: list[str], told: Path) -> int:
+    """Rank 1 fails in its third iteration; each tells by which error its process ended."""
+    original = Trainer._iteration
+
+    def iteration(self, batches):
+        if self.progress.iteration == 2 and self.parts.parallel.rank == 1:
+            raise RuntimeError("the third iteration of rank 1 went wrong")
+        return original(self, batches)
+
+    with mock.patch.object(Trainer, "_iteration", iteration):
+        try:
+            return pretrain_gpt.main(argv)
+        except RuntimeError as error:
+            (told / os.environ["RANK"]).write_text(str(error))
+            os._exit(1)
+
+
+def test_failed_rank_ends_the_others(pool, corpus, tmp_path):
+    """By their connections to it, long before any timeout."""
+    argv = [*flags(corpus, *SMOOTH), "--log-dir", str(tmp_path / "log"), *TP_DP]
+    with pytest.raises(WorkerError):
+        pool.run_on(2, run_and_fail, argv, tmp_path)
+    assert (tmp_path / "1").read_text() == "the third iteration of rank 1 went wrong"
+    assert "by peer" in (tmp_path / "0").read_text()
+
+
 FAILING = """
 import os, signal, sys
 import pretrain_gpt
@@ -164,19 +190,19 @@ sys.exit(pretrain_gpt.main())
 """
 
 
-@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kill", [False, True])
 def test_failed_rank_ends_the_job(corpus, tmp_path, kill):
-    """Under torchrun: within 30 s of the failure, with a non-zero code and the rank's own error as the root cause."""
+    """Under torchrun: with a non-zero code and the rank's own error as the root cause."""
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(kill=kill))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script)]
     command += [*flags(corpus, *SMOOTH), "--log-dir", str(tmp_path / "log"), *TP_DP]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode not in (0, 2)
     root_cause = done.stderr.split("Root Cause")[1]
     assert "rank      : 1" in root_cause
     assert ("SIGKILL" if kill else "RuntimeError: the third iteration of rank 1 went wrong") in root_cause
-    assert time.monotonic() - start < 90  # starting included: importing torch, meeting, three iterations

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from tests.cases import quick
 from tests.kernels import testing
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -82,7 +83,20 @@ GLUON = {
 OUTSIDE_OF_LOOPS = {"1D1D": 2}  # the thread's index, stored before the K loop and loaded after it
 
 
-@pytest.mark.parametrize("name", GLUON)
+# Each kernel and scaling, both tile sizes, bias, accumulation, E5M2, fast sums, experts' rows and experts' weights.
+QUICK = {
+    "tensorwise small",
+    "tensorwise wgrad of E5M2",
+    "tensorwise fast",
+    "1D2D",
+    "1D1D bias",
+    "1D1D accumulate",
+    "grouped 1D2D small",
+    "grouped wgrad accumulate",
+}
+
+
+@pytest.mark.parametrize("name", quick(GLUON, QUICK))
 def test_gluon_kernel_for_hopper(name, monkeypatch):
     config, arguments, *options = GLUON[name]
     monkeypatch.setattr(gemm_launch, "hopper_config", lambda problem, programs: config)
@@ -107,11 +121,19 @@ TL = {
 }
 
 
-@pytest.mark.parametrize(("target", "product"), [(testing.HOPPER, "QGMMA"), (BLACKWELL, "UTCQMMA")],
-                         ids=["sm_90a", "sm_100a"])  # fmt: skip
-@pytest.mark.parametrize("arguments", TL.values(), ids=TL)
-def test_plain_triton_twin(arguments, target, product):
-    used = testing.resources(testing.compile_launch(captured(problem(*arguments), "tl"), target))
+PRODUCTS = {"sm_90a": (testing.HOPPER, "QGMMA"), "sm_100a": (BLACKWELL, "UTCQMMA")}
+QUICK_TWINS = {
+    ("1D2D", "sm_90a"),
+    ("grouped wgrad tensorwise", "sm_90a"),
+    ("1D1D accumulate", "sm_100a"),
+    ("grouped 1D2D", "sm_100a"),
+}
+
+
+@pytest.mark.parametrize(("name", "architecture"), quick([(n, a) for n in TL for a in PRODUCTS], QUICK_TWINS))
+def test_plain_triton_twin(name, architecture):
+    target, product = PRODUCTS[architecture]
+    used = testing.resources(testing.compile_launch(captured(problem(*TL[name]), "tl"), target))
     assert any(op.startswith(product) for op in used.instructions)
     assert used.spills == 0
     assert used.shared <= testing.SHARED_MEMORY

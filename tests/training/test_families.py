@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cases import quick
 from tests.training.runs import RECIPES, flags, metrics, run, run_in_new_process, tensors, write_corpus
 
 DEEPSEEK = (
@@ -13,10 +14,10 @@ DEEPSEEK = (
     *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2", "--moe-shared-expert-intermediate-size", "24"),
     *("--moe-router-load-balancing-type", "seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "1e-2", "3e-2"),
     *("--moe-z-loss-coeff", "1e-3", "--moe-per-layer-logging"),
-    *("--mtp-num-layers", "1", "--train-iters", "6", "--eval-interval", "4"),
+    *("--mtp-num-layers", "1", "--train-iters", "4", "--eval-interval", "3"),
 )
 BIAS = "model/layers.1.mlp.router.expert_bias"
-LAST = "iter_0000006"
+LAST = "iter_0000004"
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +37,19 @@ def assert_equal_runs(one, other):
     assert [name for name in state if not torch.equal(state[name], state_2[name])] == []
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", quick(["fp32", "blockwise", "delayed"], {"delayed"}))
 def test_stop_and_resume(corpus, tmp_path, recipe):
     """CASES 15, 54: bit for bit, the experts' biases included."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(*command(corpus, whole, recipe, *dropout)) == 0
-    assert run(*command(corpus, parts, recipe, *dropout, "--exit-interval", "3")) == 0
+    assert run(*command(corpus, parts, recipe, *dropout, "--exit-interval", "2")) == 0
     assert run_in_new_process(*command(corpus, parts, recipe, *dropout)) == 0
     assert_equal_runs(whole, parts)
     assert tensors(whole / "c" / LAST)[BIAS].dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", quick(["bf16", "blockwise", "delayed"], {"blockwise"}))
 def test_recompute_changes_nothing(corpus, tmp_path, recipe):
     """CASES 22, 23, 54: losses in the log, biases and all weights are those without recomputation."""
     selective = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm", "mlp", "moe")
@@ -68,7 +69,7 @@ def test_log_and_biases(corpus, tmp_path):
     assert run(*command(corpus, tmp_path, "fp32", *again)) == 0
     steps = tensors(tmp_path / "c" / LAST)[BIAS] / 0.125
     assert torch.equal(steps, steps.round())
-    assert steps.abs().max() <= 6
+    assert steps.abs().max() <= 4
     for line in metrics(tmp_path)[0]:
         assert 0.5 < line["seq_aux_loss"] < 4  # 1 when the load is even
         assert 0.5 < line["global_aux_loss"] < 4

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from megafp8.checkpoint import find_checkpoint
+from tests.cases import quick
 from tests.training.runs import RECIPES, flags, metrics, run, run_in_new_process, tensors, write_corpus
 
-LAST = "iter_0000020"
+LAST = "iter_0000010"
+TEN = ("--train-iters", "10", "--eval-interval", "5")
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +21,12 @@ def corpus(tmp_path_factory):
 
 def command(corpus, directory, recipe, *extra):
     saving = ("--log-dir", str(directory), "--save", str(directory / "c"), "--load", str(directory / "c"))
-    return flags(corpus, *RECIPES[recipe], *saving, *extra)
+    return flags(corpus, *RECIPES[recipe], *TEN, *saving, *extra)
 
 
 def assert_equal_runs(one, other, first_iteration):
     (training, validation), (training_2, validation_2) = metrics(one), metrics(other)
-    assert [t["iteration"] for t in training_2] == list(range(1, 21))
+    assert [t["iteration"] for t in training_2] == list(range(1, 11))
     assert training[first_iteration - 1 :] == training_2[first_iteration - 1 :]
     assert validation == validation_2
     state, state_2 = tensors(one / "c" / LAST), tensors(other / "c" / LAST)
@@ -33,16 +35,16 @@ def assert_equal_runs(one, other, first_iteration):
     assert not different
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_stop_at_7_of_20_and_resume(corpus, tmp_path, recipe):
+@pytest.mark.parametrize("recipe", quick(RECIPES, RECIPES.keys() - {"bf16"}))
+def test_stop_at_3_of_10_and_resume(corpus, tmp_path, recipe):
     """Dropout is on, since its random numbers must go on as well; resumed twice in a row, in new processes."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(*command(corpus, whole, recipe, *dropout)) == 0
-    assert run(*command(corpus, parts, recipe, *dropout, "--exit-interval", "7")) == 0
+    assert run(*command(corpus, parts, recipe, *dropout, "--exit-interval", "3")) == 0
+    assert (parts / "c" / "latest").read_text().strip() == "iter_0000003"
+    assert run_in_new_process(*command(corpus, parts, recipe, *dropout, "--exit-interval", "7")) == 0
     assert (parts / "c" / "latest").read_text().strip() == "iter_0000007"
-    assert run_in_new_process(*command(corpus, parts, recipe, *dropout, "--exit-interval", "13")) == 0
-    assert (parts / "c" / "latest").read_text().strip() == "iter_0000013"
     assert run_in_new_process(*command(corpus, parts, recipe, *dropout)) == 0
     assert_equal_runs(whole, parts, first_iteration=1)
 
@@ -67,13 +69,13 @@ def test_recompute_changes_nothing(corpus, tmp_path, recipe):
 def test_loading_without_optimizer_starts_the_schedule_afresh(corpus, tmp_path):
     """CASES 16: the iteration goes on, the learning rate warms up again, and a later resume remembers that."""
     first, second = tmp_path / "a", tmp_path / "b"
-    assert run(*command(corpus, first, "fp32", "--exit-interval", "7")) == 0
+    assert run(*command(corpus, first, "fp32", "--exit-interval", "4")) == 0
     load = ("--load", str(first / "c"), "--no-load-optim")
-    assert run(*command(corpus, second, "fp32", *load, "--exit-interval", "10")) == 0
+    assert run(*command(corpus, second, "fp32", *load, "--exit-interval", "7")) == 0
     assert run(*command(corpus, second, "fp32")) == 0
     whole, resumed = metrics(first)[0], metrics(second)[0]
-    assert [line["iteration"] for line in resumed] == list(range(8, 21))
-    assert [line["learning_rate"] for line in resumed[:7]] == [line["learning_rate"] for line in whole[:7]]
+    assert [line["iteration"] for line in resumed] == list(range(5, 11))
+    assert [line["learning_rate"] for line in resumed[:4]] == [line["learning_rate"] for line in whole[:4]]
 
 
 def test_changed_arguments_are_printed(corpus, tmp_path, capsys):

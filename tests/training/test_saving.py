@@ -55,7 +55,7 @@ def test_training_goes_on_while_the_disk_is_slow(corpus, tmp_path, monkeypatch):
     gate, blocks, seen = threading.Event(), tensor_file._blocks, []
 
     def slow(tensor):
-        assert gate.wait(60)
+        assert gate.wait(300)
         return blocks(tensor)
 
     advance = Trainer._advance

@@ -3,6 +3,8 @@
 import threading
 import time
 
+import pytest
+
 from megafp8.training import watchdog
 from megafp8.training.watchdog import Watchdog, behind
 
@@ -25,6 +27,25 @@ def test_when_all_are_alike_their_stacks_have_to_tell():
     assert "all ranks are at iteration 7 (update)" in behind({0: place(7, 2), 1: place(7, 2)}, 10)
 
 
+class Clock:
+    """Time that moves when the test says so, whatever a busy machine does; naps are real."""
+
+    time, sleep = staticmethod(time.time), staticmethod(time.sleep)
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
+
+
 class Shelf(dict):
     """A store within one process."""
 
@@ -36,19 +57,20 @@ class Shelf(dict):
 
 
 def stuck_in_the_loader(event):
-    event.wait(20)
+    event.wait(300)
 
 
-def test_both_ranks_dump_and_are_ended(capfd, monkeypatch):
+def test_both_ranks_dump_and_are_ended(capfd, clock):
     """Two ranks of a job, as threads: rank 1 is stuck in its data, rank 0 waits for it."""
-    monkeypatch.setattr(watchdog, "GRACE", 0.2)
     store, ended, event = Shelf(), [], threading.Event()
     stuck = threading.Thread(target=stuck_in_the_loader, args=(event,))
     stuck.start()
-    with Watchdog(0, 2, store, 1.0, end=ended.append) as waits, Watchdog(1, 2, store, 1.0, end=ended.append) as loads:
+    with Watchdog(0, 2, store, 4.0, end=ended.append) as waits, Watchdog(1, 2, store, 4.0, end=ended.append) as loads:
         waits.at(3, "forward and backward")
         loads.at(3, "data")
-        time.sleep(2.0)
+        clock.seconds = 100.0
+        while len(ended) < 2:
+            time.sleep(0.05)
     event.set()
     stuck.join()
     err = capfd.readouterr().err
@@ -58,12 +80,13 @@ def test_both_ranks_dump_and_are_ended(capfd, monkeypatch):
     assert ended == [watchdog.EXIT_HUNG] * 2
 
 
-def test_who_moves_is_left_alone(capfd):
+def test_who_moves_is_left_alone(capfd, clock):
     ended = []
     with Watchdog(0, 1, Shelf(), 1.0, end=ended.append) as dog:
-        for i in range(15):
+        for i in range(20):
             dog.at(i, "update")
-            time.sleep(0.1)
+            clock.seconds += 0.6
+            time.sleep(0.05)
     assert "hung" not in capfd.readouterr().err
     assert not ended
 
