@@ -111,12 +111,13 @@ def evaluate_set(
 
 
 class _Counts:
-    """How often each token is predicted, and how often right after the end of a document; of this rank's samples."""
+    """How often each token is predicted, and how often as the first of a document; of this rank's samples."""
 
     def __init__(self, trained: TrainedModel, count: int):
         size = trained.config.model.unpadded_vocab_size
         self._parallel, self._device, self._count = trained.parallel, trained.device, count
-        self._eod = trained.tokenizer.eod
+        borders = (trained.tokenizer.eod, trained.tokenizer.bos)
+        self._borders = torch.tensor([token for token in borders if token is not None], dtype=torch.int64)
         self._found = torch.zeros(2, size, dtype=torch.float64)
 
     def of(self, loader: Iterator[Batch], micro_batch_size: int) -> Iterator[Batch]:
@@ -127,8 +128,8 @@ class _Counts:
             batch.loss_mask[max(self._count - first, 0) :] = 0
             predicted = batch.loss_mask > 0
             self._found[0] += self._histogram(batch.labels[predicted])
-            if self._eod is not None:
-                self._found[1] += self._histogram(batch.labels[predicted & (batch.tokens == self._eod)])
+            opens = predicted & torch.isin(batch.tokens, self._borders)
+            self._found[1] += self._histogram(batch.labels[opens])
             yield batch
 
     def _histogram(self, ids: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class _Counts:
 
 
 def _numbers(loss: float, counts: Tensor, trained: TrainedModel) -> dict[str, float]:
-    frequencies, after_eod = counts
+    frequencies, opening = counts
     share = frequencies[frequencies > 0] / frequencies.sum()
     result = {
         "loss": loss,
@@ -155,7 +156,7 @@ def _numbers(loss: float, counts: Tensor, trained: TrainedModel) -> dict[str, fl
     for row, values in enumerate(lengths):  # a vocabulary may have more rows than the tokenizer has tokens
         table[row, : len(values)] = torch.tensor(values, dtype=torch.float64)
     # Tokens that open a document are shorter where the tokenizer puts a space of its own before it.
-    size = int((frequencies * table[0]).sum() - (after_eod * (table[0] - table[1])).sum())
+    size = int((frequencies * table[0]).sum() - (opening * (table[0] - table[1])).sum())
     if size:
         result |= {"bytes": size, "bits_per_byte": loss * result["tokens"] / math.log(2) / size}
     return result

@@ -67,8 +67,16 @@ def export_tokenizer(data: Mapping[str, Any], target: Path) -> bool:
     for name, path in files.items():
         shutil.copyfile(path, target / name)
     names = {"SentencePieceTokenizer": "LlamaTokenizer", "GPT2BPETokenizer": "GPT2Tokenizer"}
-    write_json(target / "tokenizer_config.json", {"tokenizer_class": names[kind]})
+    space = {"add_prefix_space": _adds_space(model)} if kind == "SentencePieceTokenizer" else {}
+    write_json(target / "tokenizer_config.json", {"tokenizer_class": names[kind], **space})
     return True
+
+
+def _adds_space(model: str) -> bool:
+    """Whether a SentencePiece model puts a space before a text; transformers would, without being told."""
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=model).encode("a", out_type=str)[0].startswith("\u2581")
 
 
 def write_generation_config(config: Mapping[str, Any], target: Path) -> None:
