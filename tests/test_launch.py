@@ -206,6 +206,20 @@ def test_users_environment_is_kept(desk):
     assert "OMP" not in done.stderr
 
 
+def test_one_rank_of_a_job_alone(desk):
+    """No torchrun, no directory: one process that is told which rank it stands for."""
+    shutil.copy(desk / "bin" / "torchrun", desk / "bin" / "python")
+    start(EXAMPLES / "deepseek_v3.sh", "--seed", "7", folder=desk, ONE_RANK="500")
+    args, env = recorded(desk, "python.x")
+    assert (env["WORLD_SIZE"], env["RANK"], env["LOCAL_RANK"]) == ("1024", "500", "0")
+    assert "--fake-process-group" in args
+    assert not {"--save", "--load", "--log-dir"} & set(args)
+    assert flags(args)[-2:] == ["--seed", "7"]
+    config = parse_args(flags(args), env={"WORLD_SIZE": "1024"})
+    assert config.model.moe_router_force_load_balancing
+    assert not (desk / "run").exists()
+
+
 def test_users_data(desk):
     start(EXAMPLES / "llama3_8b.sh", folder=desk, DATA_PATH="/my data/text", TOKENIZER_MODEL="/my models/llama")
     args, _ = recorded(desk, "torchrun.x")

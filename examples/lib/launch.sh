@@ -3,7 +3,8 @@
 #
 #   job NAME NODES GPUS      sizes of the job, which the environment and Slurm override; sets RUN_DIR, WORLD
 #   data VOCABULARY          sets the array DATA: the user's files, or generated tokens of a model's vocabulary
-#   launch FLAG...           trains with these flags; DRY_RUN=1: shows what the flags would run, without a GPU
+#   launch FLAG...           trains with these flags; DRY_RUN=1: shows what the flags would run, without a GPU;
+#                            ONE_RANK=R: runs rank R of the job alone, and compares it with the plan (docs/scaling.md)
 
 lib=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$lib/../.." && pwd)
@@ -19,6 +20,9 @@ job() {
     WORLD=$((NNODES * GPUS_PER_NODE))
     RUN_DIR=${RUN_DIR:-$root/runs/$JOB_NAME}
     RUN=(--log-dir "$RUN_DIR" --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints")
+    if [ -n "${ONE_RANK:-}" ]; then
+        RUN=(--fake-process-group)
+    fi
     case ${PRECISION:-fp8} in
         fp8) PRECISION_FLAGS=(--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather) ;;
         bf16) PRECISION_FLAGS=(--bf16) ;;
@@ -47,6 +51,11 @@ launch() {
     if [ "${DRY_RUN:-0}" != 0 ]; then
         echo "$JOB_NAME: $NNODES node(s) of $GPUS_PER_NODE processes, run in $RUN_DIR"
         WORLD_SIZE=$WORLD exec "${PYTHON:-python}" "$root/pretrain_gpt.py" "$@" --dry-run
+    fi
+    if [ -n "${ONE_RANK:-}" ]; then
+        export WORLD_SIZE=$WORLD RANK=$ONE_RANK LOCAL_RANK=0
+        export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+        exec "${PYTHON:-python}" "$root/pretrain_gpt.py" "$@"
     fi
     mkdir -p "$RUN_DIR"
     if [ -n "${SLURM_JOB_ID:-}" ]; then

@@ -95,6 +95,8 @@ def test_dealt_rows_are_those_that_it_gives_itself(alone):
     x = torch.arange(5.0)[:, None]
     out, _ = alone.tp.post_deal(x, sent=[2, 3], received=[4, 3])
     assert out.flatten().tolist() == [2, 3, 4, 2, 2, 3, 4]
+    out, _ = alone.tp.post_deal(x, sent=[2, 3], received=[3, 3])
+    assert out.flatten().tolist() == [2, 3, 4, 2, 3, 4]
     out, _ = alone.tp.post_deal(x, sent=[5, 0], received=[1, 0])
     assert out.flatten().tolist() == [0]
 
