@@ -15,7 +15,7 @@ import numpy as np
 from report_data import Grid, smooth, thin
 
 WIDE, NARROW = 1120, 552
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 8, 36
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 8, 36
 """Margins around the plot area of a line chart, in SVG units."""
 
 
@@ -54,12 +54,19 @@ class Axis:
 
 
 def line_chart(
-    curves: Sequence[Curve], *, title: str, unit: str, window: int = 1, width: int = NARROW, height: int = 240
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    unit: str,
+    window: int = 1,
+    width: int = NARROW,
+    height: int = 240,
+    octaves: bool = False,
 ) -> str:
     """A figure of `curves` over iterations, smoothed over `window`. "" where there is nothing to draw.
 
-    The vertical range is that of smoothed lines and dots; single values beyond it are cut off. It is logarithmic for
-    positive values that span more than a factor of 50.
+    The vertical range is that of smoothed lines and dots; single values beyond it are cut off. octaves: it may be
+    logarithmic, which it is for positive values that span more than a factor of 50.
     """
     curves = [c for c in curves if np.isfinite(c.y).any()]
     if not curves:
@@ -67,9 +74,10 @@ def line_chart(
     drawn = [(c, *thin(c.x, c.y), thin(c.x, c.y if c.dots else smooth(c.y, window))[1]) for c in curves]
     values = np.concatenate([line[np.isfinite(line)] for *_, line in drawn])
     low, high = float(values.min()), float(values.max())
-    log = low > 0 and high > 50 * low
+    log = octaves and low > 0 and high > 50 * low
     if not log:
-        pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        flat = high - low <= 1e-9 * abs(high)  # means of equal numbers may differ in their last bits
+        pad = 0.05 * ((abs(high) or 1.0) if flat else high - low)
         low, high = (0.0 if 0 <= low < 0.3 * high else low - pad), high + pad
     else:
         low, high = low / 1.2, high * 1.2

@@ -217,10 +217,8 @@ def _curves(runs: Sequence[Run], window: int) -> str:
         for name, (x, y) in run.validation_curves().items()
         if len(x)
     ]
-    told = [
-        *([f"lines: mean over {window} iterations, faint: each one"] if window > 1 else ["lines: training"]),
-        *(["dots: validation"] if valid else []),
-    ]
+    noisy = f"lines: mean over {window} iterations, faint: each one, in long runs the range"
+    told = [noisy if window > 1 else "lines: training", *(["dots: validation"] if valid else [])]
     loss = line_chart([*losses, *valid], title="Loss", unit="nats a token", window=window, width=WIDE, height=360)
     small = [_small(runs, key, window) for key in CURVES]
     if not loss and not any(small):
@@ -235,7 +233,8 @@ def _small(runs: Sequence[Run], key: str, window: int) -> str:
     curves = [Curve(i, run.label, *run.curve(key)) for i, run in enumerate(runs)]
     if not any(np.any(c.y[np.isfinite(c.y)] != 0) for c in curves):
         return ""
-    return line_chart(curves, title=title, unit=unit, window=window if key == "grad_norm" else 1)
+    noisy = key == "grad_norm"
+    return line_chart(curves, title=title, unit=unit, window=window if noisy else 1, octaves=noisy)
 
 
 def _lanes(runs: Sequence[Run]) -> str:

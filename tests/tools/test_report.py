@@ -198,6 +198,8 @@ def test_long_runs_are_thinned_and_nothing_is_hidden():
     assert np.isnan(mean).sum() == 1
     drawing = line_chart([Curve(0, "a", x, y)], title="t", unit="u", window=51)
     assert len(drawing) < 80000
+    flat = line_chart([Curve(0, "a", x, np.full(60000, 1e-4))], title="t", unit="u")
+    assert flat.count(">0.0001<") == 1  # and not a chart of the rounding of means
     monitor = {(i, "a", "input"): {"sqnr_db": float(i % 10)} for i in range(4000)}
     (grid,) = report_data.grids(report_data.Run("a", None, monitor=monitor), "sqnr_db")
     assert grid.values.shape == (1, report_data.LOOKS)
@@ -221,7 +223,7 @@ const over = (svg, x, y) => { const box = svg.getBoundingClientRect(); svg.dispa
   {clientX: box.left + x * box.width, clientY: box.top + y * box.height, bubbles: true})); };
 const charts = [...document.querySelectorAll("svg.chart")];
 put("empty", charts.filter((svg) => svg.getBoundingClientRect().height < 50).length);
-over(charts[0], .985, .5); put("lines", document.getElementById("tip").innerText.replaceAll("\\n", "|"));
+over(charts[0], .976, .5); put("lines", document.getElementById("tip").innerText.replaceAll("\\n", "|"));
 const heat = document.querySelector('svg[aria-label^="Signal"]');
 over(heat, .2, .2); put("heat", document.getElementById("tip").innerText.replaceAll("\\n", "|"));
 document.querySelector('input[data-run="0"]').click();
