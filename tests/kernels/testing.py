@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from tests.kernels.ptx_emulator import FIRST_ADDRESS, Programs
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes one program may use on Hopper
+NOT_ASSEMBLED = "not assembled"  # among the compiler's options, which name a kernel in its cache
 
 
 def interpreting() -> bool:
@@ -73,8 +75,11 @@ def captured_launches() -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> triton.compiler.CompiledKernel:
-    """Compiles what `launch` would run on `target`, specialized to its arguments as at run time, ptxas included."""
+def compile_launch(launch: Launch, target: GPUTarget = HOPPER, **more: Any) -> triton.compiler.CompiledKernel:
+    """Compiles what `launch` would run on `target`, specialized to its arguments as at run time, ptxas included.
+
+    more: options of the compiler.
+    """
     backend = make_backend(target)
     kernel, kwargs = launch.kernel, {**launch.kwargs, "debug": False, "instrumentation_mode": ""}
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -82,7 +87,13 @@ def compile_launch(launch: Launch, target: GPUTarget = HOPPER) -> triton.compile
     options, signature, constexprs, attrs = kernel._pack_args(backend, kwargs, bound, specialization, options)
     source_type = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_type(kernel, signature, constexprs, attrs)
-    return triton.compile(source, target=target, options=options.__dict__)
+    return triton.compile(source, target=target, options=options.__dict__ | more)
+
+
+def compile_to_ptx(launch: Launch) -> triton.compiler.CompiledKernel:
+    """The same for Hopper without ptxas: its machine code is empty."""
+    with mock.patch.object(type(make_backend(HOPPER)), "make_cubin", return_value=b""):
+        return compile_launch(launch, ptx_options=NOT_ASSEMBLED)
 
 
 class Resources(NamedTuple):
@@ -113,7 +124,7 @@ def resources(compiled: triton.compiler.CompiledKernel) -> Resources:
 
 def emulate(launch: Launch, ptx: str | None = None) -> None:
     """Runs a captured launch on its CPU tensors. ptx: instead of what the launch compiles to."""
-    compiled = compile_launch(launch)
+    compiled = compile_to_ptx(launch)
     kernel, names = launch.kernel, list(launch.kernel.signature.parameters)
     bound = dict(zip(names, launch.args, strict=False)) | {n: v for n, v in launch.kwargs.items() if n in names}
     binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(HOPPER))
