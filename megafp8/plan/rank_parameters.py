@@ -180,7 +180,8 @@ class _Rank:
         name, kind, ranks = f"{layer.name}.{part}", part.rpartition(".")[2], ranks or self.tp
         out, inside = shape.out_features, shape.in_features
         cut = out // ranks if kind in COLUMN else out, inside // ranks if kind in ROW else inside
-        yield RankParameter(f"{name}.weight", cut, recipe=self.recipe_of(name))
+        partial = kind == "gate" and self.exchanges and self.sequence_parallel
+        yield RankParameter(f"{name}.weight", cut, partial=partial, recipe=self.recipe_of(name))
         if shape.bias:
             yield RankParameter(f"{name}.bias", cut[:1], partial=kind in ROW and self.sequence_parallel)
 

@@ -48,6 +48,14 @@ def test_layout_equals_one_process(pool, alone, layout):
         assert all(torch.equal(bias, alone.extra[0][router]) for router, bias in rank.items())
 
 
+@pytest.mark.slow
+def test_the_gate_of_shared_experts_sees_all_ranks_tokens(pool):
+    """CASES 14: each rank's gradient is of its own tokens."""
+    model = EXPERTS | {"moe_shared_expert_gate": True}
+    run = run_layout(pool, model, Layout(tp=2, sp=True, ep=2, etp=1))
+    compare(run, run_layout(pool, model, Layout()))
+
+
 def save_to(directory: str, model, optimizer, parallel) -> None:
     items = optimizer.weights.state() | optimizer.state()
     save_checkpoint(directory, 40, items, {}, parallel=parallel)

@@ -43,7 +43,7 @@ MLA = LLAMA | {
     "v_head_dim": 16,
     "qk_layernorm": True,
 }
-SHARED = {"moe_shared_expert_intermediate_size": 64}
+SHARED, GATE = {"moe_shared_expert_intermediate_size": 64}, {"moe_shared_expert_gate": True}
 TP, CP, EP = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 PP, SP = {"pipeline_model_parallel_size": 2}, TP | {"sequence_parallel": True}
 ZERO, APART = {"use_distributed_optimizer": True}, {"expert_tensor_parallel_size": 1}
@@ -100,9 +100,9 @@ def _cases() -> dict[str, tuple[int, int, dict]]:
             "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1,
         }),
         "pipeline, zero-bubble": (2, 0, PP | LLAMA | BLOCKWISE | {"pipeline_schedule": "zero-bubble"}),
-        "experts, apart": (4, 0, MOE | SP | EP | APART | SHARED | BLOCKWISE | FP8_WIRE),
+        "experts, apart": (4, 0, MOE | SP | EP | APART | SHARED | GATE | BLOCKWISE | FP8_WIRE),
         "experts, apart, one by one": (4, 1, MOE | SP | EP | TENSORWISE),
-        "experts, in place": (2, 0, MOE | SP | SHARED | BLOCKWISE),
+        "experts, in place": (2, 0, MOE | SP | SHARED | GATE | BLOCKWISE),
         "experts, in place, whole tokens": (2, 0, MOE | TP | DELAYED),
         "experts, gathered": (4, 0, MOE | EP | SHARED | ZERO | BLOCKWISE | {
             "moe_fp8_dispatch": True, "moe_token_dispatcher_type": "allgather", "moe_shared_expert_overlap": True,

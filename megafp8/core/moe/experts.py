@@ -69,12 +69,9 @@ class Experts(nn.ModuleList):
         if not self.groups:
             return RowSpec()
         fc1, fc2 = (grouped.linears for grouped in self._grouped)
+        quantizer, alignment = self._grouped[0].row_quantizer, math.lcm(rows_alignment(fc1), rows_alignment(fc2))
         first = fc1[0].input_spec(training and torch.is_grad_enabled())
-        return RowSpec(
-            first.quantizer,
-            first.quantizer is not None and first.colwise,
-            math.lcm(rows_alignment(fc1), rows_alignment(fc2)),
-        )
+        return RowSpec(quantizer, quantizer is not None and first.colwise, alignment)
 
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
         """Returns [R, hidden].
@@ -87,7 +84,7 @@ class Experts(nn.ModuleList):
         mlp, options = self[0], {"ends": rows.ends, "step": step, "alignment": rows.alignment}
         inner = fc1(rows.x, **options)
         if mlp.fc2.takes_producer:
-            want = mlp.fc1.grad_want(step)
+            want = fc1.grad_want(step)
             return fc2(inner, producer=mlp.activation, tensors=(rows.weights,), grad_want=want, **options)
         y = mlp.activation(inner, rows.weights)
         if self.recomputed or not mlp.remake:
@@ -114,7 +111,13 @@ class SharedExperts(MLP):
         self.gate = None
         if model.moe_shared_expert_gate:
             init = Init("normal", model.init_method_std)
-            spec = replicated(f"{name}.gate.weight", (1, model.hidden_size), init, decay=True)
+            spec = replicated(
+                f"{name}.gate.weight",
+                (1, model.hidden_size),
+                init,
+                decay=True,
+                gradient_is_part=build.sequence_parallel,
+            )
             self.gate = Linear(
                 model.hidden_size, 1, False, weight_spec=spec, params_dtype=build.dtype, device=build.device
             )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megafp8.core.build import BuildContext
+from megafp8.core.moe.experts import SharedExperts
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, LMHead, RowParallelLinear
 from megafp8.core.transformer.norm import head_norm, hidden_norm
 from megafp8.parallel import Axis, ParallelContext
@@ -140,6 +141,8 @@ def test_replicated_parameters():
         parallel = ParallelContext(tp=Axis(size, 0), sequence_parallel=True)
         build = BuildContext(LLAMA, parallel=parallel)
         bias = RowParallelLinear("fc2", 48, 32, bias=True, init_std=0.01, build=build).bias
-        for spec in (hidden_norm("n", build).weight.spec, head_norm("q", build).weight.spec, bias.spec):
+        gated = replace(LLAMA, moe_shared_expert_intermediate_size=32, moe_shared_expert_gate=True)
+        gate = SharedExperts("s", replace(build, model=gated)).gate.weight
+        for spec in (hidden_norm("n", build).weight.spec, head_norm("q", build).weight.spec, bias.spec, gate.spec):
             assert spec.replicated_over == {"tp"}
             assert spec.grad_sum_over == summed
