@@ -136,7 +136,7 @@ class Profile:
         self._parts, self._say, self._directory = parts, say, directory
         self._stem = f"rank{parallel.rank:0{len(str(parallel.world_size - 1))}d}"
         self._cuda = parts.device.type == "cuda"
-        self._under_nsys = self._cuda and "NSYS_PROFILING_SESSION_ID" in os.environ and not logging.use_pytorch_profiler
+        self._under_nsys = self._cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         self._profiler: torch.profiler.profile | None = None
         self._restore: Callable[[], None] | None = None
         self._iteration: AbstractContextManager | None = None
@@ -151,11 +151,12 @@ class Profile:
             return None
         directory = Path(logging.log_dir or logging.tensorboard_dir) / FOLDER
         profile = Profile(parts, directory, say)
+        several = profile.last > profile.first
+        which = f"iterations {profile.first} to {profile.last}" if several else f"iteration {profile.first}"
         if next_iteration > profile.last or profile.first > total:
-            say(f"--profile: iterations {profile.first} to {profile.last} are not among those that will run")
+            say(f"--profile: {which} will not run, only {next_iteration} to {total}; nothing is traced")
             return None
-        ranks = " ".join(map(str, logging.profile_ranks))
-        say(f"profile: iterations {profile.first} to {profile.last} on rank {ranks}, to {directory}")
+        say(f"profile: {which} on rank {' '.join(map(str, logging.profile_ranks))}, to {directory}")
         return profile if parts.parallel.rank in logging.profile_ranks else None
 
     def before(self, iteration: int) -> None:
@@ -164,8 +165,8 @@ class Profile:
             self._start(iteration, warm_up)
         if self._restore is not None:
             if not warm_up:
-                if self._cuda and not self._traced:
-                    torch.cuda.profiler.start()  # nsys's capture range
+                if self._under_nsys and not self._traced:
+                    torch.cuda.profiler.start()  # its capture range
                 self._traced.append(iteration)
             self._iteration = self._marks(f"iteration {iteration}")
             self._iteration.__enter__()
@@ -186,7 +187,7 @@ class Profile:
         self._end_iteration()
         self._restore()
         self._restore = self._parts.timers.traced = None
-        if self._cuda and self._traced:
+        if self._under_nsys and self._traced:
             torch.cuda.profiler.stop()
         if self._profiler is not None:
             self._profiler.stop()
@@ -195,9 +196,9 @@ class Profile:
     def _start(self, iteration: int, warm_up: bool) -> None:
         self._restore = mark_modules(self._parts.model, self._marks)
         self._parts.timers.traced = self._marks
-        if self._under_nsys:
-            return
         logging = self._parts.config.logging
+        if self._under_nsys and not logging.use_pytorch_profiler:
+            return
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if self._cuda else []
         active = self.last - max(self.first, iteration) + 1
