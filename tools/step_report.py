@@ -12,6 +12,7 @@ CLASSES = {
     "communication": ("nccl",),
     "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "attention"),
     "optimizer": ("adamw", "squares_kernel", "grids_kernel", "scales_kernel"),
+    "loss": ("loss_rows", "loss_grad"),
     "norm": ("norm_rows", "norm_tiles", "norm_both", "norm_grad", "sum_rows", "layer_norm", "rms_norm", "gammabeta"),
     "activation": ("swiglu", "silu", "gelu"),
     "quantize": ("quantize", "cast_kernel", "amax_kernel", "transpose_kernel", "grouped_kernel", "blockwise_to"),
@@ -20,7 +21,10 @@ CLASSES = {
 }
 """Words in the names of kernels, by class; the first class that has one. With quantization fused, RMSNorm is `norm` and
 SwiGLU is `activation`: `quantize` is what runs for nothing else."""
-ORDER = ("gemm", "attention", "quantize", "norm", "activation", "elementwise", "copies", "optimizer", "communication")
+ORDER = (
+    *("gemm", "attention", "quantize", "norm", "activation", "loss", "elementwise", "copies", "optimizer"),
+    "communication",
+)
 
 
 def kernel_class(name: str) -> str:

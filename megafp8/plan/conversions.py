@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megafp8.config import Config
-from megafp8.core.tensor_parallel.cross_entropy import CHUNK_ELEMENTS
 from megafp8.fp8 import Recipe, policy
 from megafp8.fp8.formats import Scale
 from megafp8.plan.shapes import LayerShape, PartShape, layer_linears, layers, parameter_count
@@ -158,12 +157,18 @@ def _of_the_rest(config: Config, sizes: Sizes) -> Iterator[Conversion]:
         heads = tokens * m.num_attention_heads * m.query_channels // sizes.tp
         yield Conversion("layers.*.attention.core dQ", "backward", "fp32", high, "", heads * (4 + element),
                          len(layers(config)), "attention", ("convert_dq", "sdpa", "cudnn"))  # fmt: skip
-        chunks = -(-logits // max(CHUNK_ELEMENTS, m.padded_vocab_size // sizes.tp))
+        yield Conversion("loss: logits", "forward", high, "fp32", "", 0, uses, "the loss", ("loss_rows",))
         yield Conversion(
-            "loss: logits", "forward", high, "fp32", "", 2 * logits * (element + 4), uses, "subtraction", ()
+            "loss: gradient of the logits",
+            "forward",
+            "fp32",
+            high,
+            "",
+            logits * element,
+            uses,
+            "the loss",
+            ("loss_grad",),
         )
-        yield Conversion("loss: gradient of the logits", "forward", "fp32", high, "", logits * (element + 4), uses, "",
-                         COPIES, launches=uses * (chunks + 2))  # fmt: skip
         stream = tokens * m.hidden_size
         yield Conversion("embedding: gradient", "backward", high, "fp32", "", stream * (element + 4), uses, "", COPIES,
                          launches=uses)  # fmt: skip

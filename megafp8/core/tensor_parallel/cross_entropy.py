@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -83,6 +85,11 @@ class _Loss:
     def write_gradient(self, logits: Tensor, kept: tuple[Tensor, ...], grad_losses: Tensor, grad: Tensor) -> None:
         """Writes the logits' gradient into `grad`, which may be the logits. grad_losses: FP32 [T]."""
         columns, (target, here, top, log_sum) = self._columns(logits), kept
+        kernels = _kernels_for(logits)
+        if kernels is not None:
+            options = {"smoothing": self.smoothing, "vocab_size": self.vocab_size, "z": self.z}
+            kernels.loss_grad(logits, grad, target, here, top, log_sum, grad_losses, columns, **options)
+            return
         grad[:, columns:] = 0
         for rows in _chunks(*logits.shape) if columns else ():
             p = _shifted(logits[rows, :columns], top[rows]).sub_(log_sum[rows, None]).exp_()
@@ -134,6 +141,11 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
 
     They stay apart: added, the small one would be lost beside large logits.
     """
+    kernels = _kernels_for(logits)
+    if kernels is not None:
+        own, total = kernels.loss_rows(logits, columns)
+        top = tp.max_(own.clone())
+        return top, tp.sum_(total.mul_(own.sub_(top).exp_())).log_()
     top = torch.full((logits.shape[0],), -torch.inf, device=logits.device)
     if columns:
         top = logits[:, :columns].amax(1).float()
@@ -142,6 +154,22 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
     for rows in _chunks(*logits.shape) if columns else ():
         total[rows] = _shifted(logits[rows, :columns], top[rows]).exp_().sum(1)
     return top, tp.sum_(total).log_()
+
+
+def _kernels_for(logits: Tensor) -> ModuleType | None:
+    """The GPU kernels, which read and write the logits once where the formulas do many times; None for the CPU."""
+    kernels = _kernels() if logits.is_cuda else None
+    return kernels if kernels is not None and kernels.supports(logits) else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """None where Triton is not installed."""
+    try:
+        from megafp8.kernels import cross_entropy
+    except ImportError:
+        return None
+    return cross_entropy
 
 
 def vocab_parallel_cross_entropy(

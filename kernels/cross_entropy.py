@@ -1,0 +1,95 @@
+"""Cross entropy over rows of logits [T, V], BF16 or FP32: what the softmax needs of a row, and the logits' gradient.
+
+    top = max_k x_k        total = sum_k exp(x_k - top)        log_sum = log total, over all ranks
+    dx_k = weight * (exp(x_k - top - log_sum) * (1 + 2 z (top + log_sum)) - e / K - (1 - e) [k == target])
+
+FP32 inside. The first pass reads a row twice, the second time from the cache; the second pass reads and writes the
+logits once, in place if the caller likes. Only the first `columns` of a row count; gradients of the others are 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+"""Logits a program holds at once."""
+
+
+@triton.jit
+def loss_rows_kernel(logits, top, total, columns, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    logits += row * stride
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, columns, BLOCK):
+        x = tl.load(logits + start + cols, mask=start + cols < columns, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, x)
+    most = tl.max(largest, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        x = tl.load(logits + start + cols, mask=start + cols < columns, other=float("-inf")).to(tl.float32)
+        sums += tl.exp(x - most)
+    tl.store(top + row, most)
+    tl.store(total + row, tl.sum(sums, 0))
+
+
+@triton.jit
+def loss_grad_kernel(logits, grad, target, here, top, log_sum, weight, columns, width, stride, grad_stride, smoothing,
+                     uniform, z, BLOCK: tl.constexpr):  # fmt: skip
+    """uniform: e / K; width: of a row of `grad`, padding included."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    live = cols < columns
+    most, log_total = tl.load(top + row), tl.load(log_sum + row)
+    x = tl.load(logits + row * stride + cols, mask=live, other=0.0).to(tl.float32)
+    p = tl.exp((x - most) - log_total) * (1 + 2 * z * (most + log_total)) - uniform
+    hit = (cols == tl.load(target + row)) & tl.load(here + row)
+    p = (p + tl.where(hit, smoothing - 1.0, 0.0)) * tl.load(weight + row)
+    p = tl.where(live, p, 0.0)
+    tl.store(grad + row * grad_stride + cols, p.to(grad.dtype.element_ty), mask=cols < width)
+
+
+def loss_rows(logits: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """(top, total), FP32 [T], of the first `columns` logits of each row; -inf and 0 for none."""
+    rows = logits.shape[0]
+    top, total = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    if not columns:
+        return top.fill_(float("-inf")), total.zero_()
+    if rows:
+        loss_rows_kernel[(rows,)](logits, top, total, columns, logits.stride(0), BLOCK=_BLOCK, num_warps=8)
+    return top, total
+
+
+def loss_grad(
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    here: Tensor,
+    top: Tensor,
+    log_sum: Tensor,
+    weight: Tensor,
+    columns: int,
+    *,
+    smoothing: float,
+    vocab_size: int,
+    z: float,
+) -> None:
+    """Writes the gradient into `grad`, which may be `logits`.
+
+    target: int64 [T], column of each row's label; here: bool [T], whether it is among these columns. top, log_sum,
+    weight: FP32 [T], weight of any stride. vocab_size: K.
+    """
+    rows, width = grad.shape
+    if rows and width:
+        loss_grad_kernel[(rows * triton.cdiv(width, _BLOCK),)](
+            logits, grad, target, here, top, log_sum, weight.contiguous(), columns, width, logits.stride(0),
+            grad.stride(0), smoothing, smoothing / vocab_size, z, BLOCK=_BLOCK, num_warps=8)  # fmt: skip
+
+
+def supports(logits: Tensor) -> bool:
+    """Whether the kernels read these logits."""
+    return logits.dtype in (torch.float32, torch.bfloat16) and logits.stride(1) == 1

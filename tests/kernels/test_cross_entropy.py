@@ -1,0 +1,67 @@
+"""The kernels of cross entropy: compiled for Hopper, and run by the PTX emulator against PyTorch's in FP64."""
+
+import pytest
+import torch
+from megafp8.kernels import cross_entropy as kernels
+from torch.nn import functional as F
+
+from megafp8.core.tensor_parallel import cross_entropy
+from megafp8.core.tensor_parallel.cross_entropy import summed_cross_entropy, vocab_parallel_cross_entropy
+from megafp8.parallel import Axis
+from tests.kernels import testing
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
+VOCAB, PADDED, TOKENS = 4099, 4112, 3
+
+
+@pytest.mark.parametrize(("dtype", "smoothing", "z"), [(torch.float32, 0.1, 0.01), (torch.bfloat16, 0.0, 0.0)])
+def test_loss_and_gradient(dtype, smoothing, z, monkeypatch):
+    """More than a block of columns, padding that nobody reads, a masked token, and a NaN that stays in its row."""
+    monkeypatch.setattr(cross_entropy, "_kernels_for", lambda logits: kernels)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(TOKENS + 1, PADDED, generator=generator)).to(dtype)
+    logits[:, VOCAB:] = torch.nan
+    logits[TOKENS, 5] = torch.nan
+    labels, weights = torch.tensor([0, VOCAB - 1, 4096, 7]), torch.tensor([1.0, 0.5, 0.0, 1.0])
+    place = logits.clone().requires_grad_()
+    options = {"label_smoothing": smoothing, "z_loss": z}
+    with testing.emulated_launches():
+        losses = vocab_parallel_cross_entropy(logits, labels, VOCAB, PADDED, **options)
+        total = summed_cross_entropy(place, labels, weights, VOCAB, PADDED, **options)
+        total.backward()
+    x = logits[:TOKENS, :VOCAB].double().requires_grad_()
+    expected = F.cross_entropy(x, labels[:TOKENS], reduction="none", label_smoothing=smoothing)
+    expected = expected + z * x.logsumexp(1).square()
+    expected.backward(weights[:TOKENS].double())
+    torch.testing.assert_close(losses[:TOKENS].double(), expected, rtol=1e-6, atol=1e-6)
+    assert losses[TOKENS].isnan()
+    assert total.isnan()
+    error = (place.grad[:TOKENS, :VOCAB].double() - x.grad).norm() / x.grad.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert (place.grad[:, VOCAB:] == 0).all()
+    assert (place.grad[2] == 0).all()
+    assert place.grad[TOKENS, :VOCAB].isnan().all()
+
+
+def test_a_rank_without_columns():
+    top, total = kernels.loss_rows(torch.empty(2, 16), 0)
+    assert top.tolist() == [-torch.inf] * 2
+    assert total.tolist() == [0, 0]
+    assert cross_entropy._kernels_for(torch.empty(2, 16)) is None  # on a CPU
+    assert Axis().size == 1
+
+
+def test_compiled_for_hopper():
+    """16 bytes at a time, and nothing spills."""
+    logits, numbers = torch.empty(4, 128256, dtype=torch.bfloat16), torch.empty(4)
+    with testing.captured_launches() as launches:
+        kernels.loss_rows(logits, 128256)
+        here = torch.ones(4, dtype=torch.bool)
+        kernels.loss_grad(
+            logits, logits, here.long(), here, *(numbers,) * 3, 128256, smoothing=0.0, vocab_size=9, z=0.0
+        )
+    assert [launch.kernel.__name__ for launch in launches] == ["loss_rows_kernel", "loss_grad_kernel"]
+    for launch in launches:
+        used = testing.resources(testing.compile_launch(launch))
+        assert used.spills == 0
+        assert any(op.startswith("LDG.E.128") for op in used.instructions), launch.kernel.__name__
