@@ -156,7 +156,8 @@ class Profile:
         if next_iteration > profile.last or profile.first > total:
             say(f"--profile: {which} will not run, only {next_iteration} to {total}; nothing is traced")
             return None
-        say(f"profile: {which} on rank {' '.join(map(str, logging.profile_ranks))}, to {directory}")
+        ranks = f"rank{'s' if len(logging.profile_ranks) > 1 else ''} {' '.join(map(str, logging.profile_ranks))}"
+        say(f"profile: {which} on {ranks}, to {directory}")
         return profile if parts.parallel.rank in logging.profile_ranks else None
 
     def before(self, iteration: int) -> None:
