@@ -249,8 +249,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         panel.set_xticks(every, [str(n) for n in every])
         panel.set(xlabel="ranks", ylabel=label)
         panel.grid(alpha=0.3, which="both")
-    panels[0].legend(title="lines: planned; dots: counted", fontsize=8, title_fontsize=8)
-    figure.tight_layout()
+    lines, names = panels[0].get_legend_handles_labels()
+    figure.legend(lines, names, title="lines: planned; dots: counted", loc="upper center", ncols=len(names), fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.88))
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
