@@ -1,187 +1,157 @@
 #!/usr/bin/env python3
 """Plans of a job, from its flags, before anything runs.
 
+    python tools/plan.py memory FLAGS                              what a rank of every stage holds
+    python tools/plan.py memory --output memory.png FLAGS          the same as a picture
+    python tools/plan.py forecast --gpus 64 --cluster examples/clusters/h100_80gb.toml FLAGS
+    python tools/plan.py search --gpus 64 --cluster examples/clusters/h100_80gb.toml FLAGS
     python tools/plan.py schedule --pipeline-model-parallel-size 4 --microbatches 8 --schedule zero-bubble
-    python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 \\
-        --microbatches 8 --output schedule.png
-    python tools/plan.py memory --num-layers 32 --hidden-size 4096 ... --bf16 --fp8-format e4m3
-    python tools/plan.py memory --measure --num-layers 2 ...
 
-`schedule` prints what every pipeline rank does and when, how long ranks idle (the bubble), and the activations that
-they hold; --output draws it. F is a forward, B a backward, I a backward without weight gradients, W those; `F3.1` is
-microbatch 3 in the rank's second virtual stage.
+FLAGS are those of a training (`pretrain_gpt.py --help`), --config included.
 
-`memory` takes the flags of a training and prints what a rank will hold, and what other precisions of weights and
-optimizer state would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps
-without data and prints what CUDA's allocator counts beside the forecast.
+`memory` prints what each pipeline stage's ranks will hold, and what other precisions of weights and optimizer state
+would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps without data and prints
+what CUDA's allocator counts beside the forecast. `forecast` adds the time of a step on a cluster, tokens a second, MFU,
+and what a rank sends. `search` tries the layouts that the flags leave open, in BF16 and in FP8, and lists the fastest
+that fit. `schedule` prints what every pipeline rank does and when; `F3.1` is the forward of microbatch 3 in the rank's
+second virtual stage, B a backward, I one without weight gradients, W those.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import plan_schedule
+
+from megafp8.config import Config
 from megafp8.config import parse_args as parse_flags
-from megafp8.core.pipeline.schedules import (
-    SCHEDULES,
-    Costs,
-    Kind,
-    Schedule,
-    Timeline,
-    build_schedule,
-    peak_deferred,
-    peak_microbatches,
-    simulate,
-)
-
-COLORS = {Kind.FORWARD: "#9ecae1", Kind.BACKWARD: "#a1d99b", Kind.INPUT: "#a1d99b", Kind.WEIGHT: "#fdae6b"}
-LABELS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT: "backward (input)",
-    Kind.WEIGHT: "backward (weights)",
-}
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own flags, and those of a training."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("memory", help="what a rank holds; takes the flags of pretrain_gpt.py, and --measure")
-    command = commands.add_parser("schedule", help="order, bubble and activations of a pipeline")
-    add = command.add_argument
-    add("--schedule", default="1f1b", choices=SCHEDULES, help="as --pipeline-schedule (default: 1f1b)")
-    add("--pipeline-model-parallel-size", type=int, required=True, metavar="N", help="pipeline ranks")
-    add("--num-virtual-stages-per-pipeline-rank", type=int, default=1, metavar="N", help="(default: 1)")
-    add("--microbatches", type=int, required=True, metavar="N", help="of a step, on each data-parallel rank")
-    add("--microbatch-group-size-per-virtual-pipeline-stage", type=int, metavar="N", help="as the training flag")
-    for name, what in (("forward", "a stage's forward"), ("input", "its backward without weight gradients"),
-                       ("weight", "its weight gradients")):  # fmt: skip
-        add(f"--{name}-time", type=float, default=1.0, metavar="X", help=f"time of {what}, any unit (default: 1)")
-    add("--message-time", type=float, default=0.0, metavar="X", help="time of a message (default: 0)")
-    add("--activation-mib", type=float, metavar="X", help="what a microbatch holds on one (virtual) stage")
-    add("--deferred-mib", type=float, metavar="X", help="what its deferred weight gradients hold (zero-bubble)")
-    add("--output", type=Path, metavar="FILE.png", help="picture to write (needs matplotlib)")
-    return parser.parse_args(argv)
+    plan_schedule.add_flags(commands.add_parser("schedule", help="order, bubble and activations of a pipeline"))
+    for name, what in (("memory", "what a rank of every stage holds"), ("forecast", "time of a step on a cluster"),
+                       ("search", "the fastest layouts that fit")):  # fmt: skip
+        command = commands.add_parser(name, help=f"{what}; takes the flags of pretrain_gpt.py", allow_abbrev=False)
+        add = command.add_argument
+        add("--gpus", type=int, metavar="N", required=name == "search", help="in all (default: WORLD_SIZE, or 1)")
+        add("--cluster", type=Path, metavar="FILE", required=name != "memory", help="see examples/clusters")
+        if name != "search":
+            add("--output", type=Path, metavar="FILE.png", help="picture of memory by stage (needs matplotlib)")
+        if name == "memory":
+            add("--measure", action="store_true", help="also build it on this GPU and measure")
+        if name == "search":
+            add("--top", type=int, default=5, metavar="N", help="layouts to list (default: 5)")
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "schedule" and rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args, rest
 
 
-def checked_schedule(args: argparse.Namespace) -> Schedule:
-    """The schedule that the flags ask for. Raises ValueError naming the flag that is out of range."""
-    ranks, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
-    for name in ("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "microbatches"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-    if group is not None and group < ranks:
-        raise ValueError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than --pipeline-model-parallel-size "
-            f"{ranks}; raise it"
-        )
-    for name in ("forward_time", "input_time", "weight_time", "message_time"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 0 or more")
-    chunks = args.num_virtual_stages_per_pipeline_rank
-    return build_schedule(args.schedule, ranks, chunks, args.microbatches, group=group)
+def configuration(args: argparse.Namespace, rest: Sequence[str]) -> Config:
+    """The training's configuration, vocabulary included. Raises ValueError as `pretrain_gpt.py` does."""
+    from megafp8.plan.comparison import with_vocabulary
+
+    return with_vocabulary(parse_flags(list(rest), env=_environment(args.gpus), check_files=False))
 
 
-def report(timeline: Timeline, activation_mib: float | None, deferred_mib: float | None) -> list[str]:
-    """Lines of text: a row of actions a rank, then a table of what each holds and how long it idles."""
-    schedule = timeline.schedule
-    lines = [
-        f"{schedule.name}: {schedule.ranks} ranks x {schedule.chunks} virtual stage(s), {schedule.microbatches} "
-        f"microbatches; bubble {timeline.bubble:.1%}, length {timeline.length:g}"
-    ]
-    lines += [f"rank {r}: {' '.join(map(str, actions))}" for r, actions in enumerate(schedule.actions)]
-    head = f"{'rank':>4} {'idle':>7} {'activations held':>17} {'deferred held':>14}"
-    lines.append(head + f" {'peak MiB':>10}" * (activation_mib is not None))
-    for rank, actions in enumerate(schedule.actions):
-        held, deferred = peak_microbatches(actions), peak_deferred(actions)
-        row = f"{rank:>4} {timeline.idle(rank):>7.1%} {held:>17} {deferred:>14}"
-        if activation_mib is not None:
-            row += f" {peak_bytes(actions, activation_mib, deferred_mib or 0.0):>10.1f}"
-        lines.append(row)
-    lines.append("held: pairs of microbatch and virtual stage, at most at once")
+def _environment(gpus: int | None) -> dict[str, str]:
+    if gpus is None:
+        return dict(os.environ)
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus}: give 1 or more")
+    return {"WORLD_SIZE": str(gpus)}
+
+
+def memory(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    from megafp8.plan.comparison import comparison_lines, measured_lines
+    from megafp8.plan.memory import plan_stages
+    from megafp8.plan.summary import memory_lines
+
+    config, plans = configuration(args, rest), None
+    plans = plan_stages(config)
+    lines = ["memory of one rank (estimate)", *memory_lines(config, plans), "", *comparison_lines(config)]
+    lines += ["", *measured_lines(config)] if args.measure else []
+    return lines + _picture(args, plans)
+
+
+def forecast(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    from megafp8.plan.cluster import read_cluster
+    from megafp8.plan.communication import step_traffic
+    from megafp8.plan.forecast import forecast as forecast_of
+    from megafp8.plan.forecast_report import forecast_lines
+    from megafp8.plan.memory import plan_stages
+    from megafp8.plan.summary import stage_memory_lines
+
+    cluster, config = read_cluster(args.cluster), configuration(args, rest)
+    plans = plan_stages(config)
+    largest = max(range(len(plans)), key=lambda stage: plans[stage].total)
+    lines = forecast_lines(forecast_of(config, cluster), plans, step_traffic(config, largest))
+    return [*lines, "", "== memory", *stage_memory_lines(plans), *_picture(args, plans)]
+
+
+def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    from megafp8.plan.cluster import read_cluster
+    from megafp8.plan.search import PRECISIONS, Search, given_flags, precisions
+    from megafp8.plan.search_report import contrast_lines, layout_flags, search_lines
+
+    cluster, (given, foreign) = read_cluster(args.cluster), given_flags(rest)
+    _environment(args.gpus)
+    found = {}
+    for name, values in precisions(given).items():
+        job = Search.of(given, cluster, args.gpus, foreign=foreign, keep=max(1, args.top))
+        found[name] = job, job.run(values, _progress(name))
+    lines = search_lines(found, cluster, args.gpus)
+    bf16, fp8 = (found[name][1] for name in PRECISIONS)
+    lines += ["", *contrast_lines(found[PRECISIONS[0]][0], bf16, fp8)]
+    for name, (_, layouts) in found.items():
+        lines += ["", f"{name}: {' '.join(layout_flags(layouts[0].config))}"] if layouts else []
     return lines
 
 
-def peak_bytes(actions, activation: float, deferred: float) -> float:
-    """Most that activations and deferred weight gradients take together."""
-    changes = {
-        Kind.FORWARD: activation,
-        Kind.BACKWARD: -activation,
-        Kind.INPUT: deferred - activation,
-        Kind.WEIGHT: -deferred,
-    }
-    held = peak = 0.0
-    for action in actions:
-        held += changes[action.kind]
-        peak = max(peak, held)
-    return peak
+def _progress(title: str):
+    """Told (number, of): a bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda number, total: None
+    from tqdm import tqdm
+
+    bar = tqdm(desc=title, unit=" layouts", leave=False)
+
+    def step(number: int, total: int) -> None:
+        bar.total = total
+        bar.update(number - bar.n)
+
+    return step
 
 
-def draw(timeline: Timeline, output: Path) -> None:
-    """Writes a picture: a row a rank, time to the right; later virtual stages are darker."""
-    import matplotlib
+def _picture(args: argparse.Namespace, plans) -> list[str]:
+    if args.output is None:
+        return []
+    from megafp8.plan.cluster import read_cluster
+    from megafp8.plan.picture import draw_memory
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
-
-    schedule = timeline.schedule
-    count = max(len(actions) for actions in schedule.actions)
-    figure, axes = plt.subplots(figsize=(min(40, 2 + 0.32 * count), 1.2 + 0.5 * schedule.ranks))
-    for rank, timed in enumerate(timeline.ranks):
-        for t in timed:
-            shade = 1 - 0.45 * t.action.chunk / schedule.chunks
-            color = [shade * c for c in matplotlib.colors.to_rgb(COLORS[t.action.kind])]
-            axes.barh(rank, t.stop - t.start, left=t.start, height=0.9, color=color, edgecolor="white")
-            axes.text((t.start + t.stop) / 2, rank, t.action.microbatch, ha="center", va="center", fontsize=7)
-    kinds = dict.fromkeys(a.kind for actions in schedule.actions for a in actions)
-    axes.legend([Patch(color=COLORS[k]) for k in kinds], [LABELS[k] for k in kinds], ncols=len(kinds), fontsize=8,
-                loc="upper left", bbox_to_anchor=(0, -0.18))  # fmt: skip
-    axes.set(
-        xlim=(0, timeline.length),
-        xlabel="time",
-        yticks=range(schedule.ranks),
-        yticklabels=[f"rank {r}" for r in range(schedule.ranks)],
-        title=f"{schedule.name}: bubble {timeline.bubble:.1%}, at most "
-        f"{max(map(peak_microbatches, schedule.actions))} activations held",
-    )
-    axes.invert_yaxis()
-    figure.savefig(output, dpi=110, bbox_inches="tight")
-    plt.close(figure)
+    limit = None if args.cluster is None else read_cluster(args.cluster).usable_bytes
+    draw_memory({"memory": plans}, args.output, limit)
+    return [f"wrote {args.output}"]
 
 
-def memory(argv: list[str]) -> list[str]:
-    """Lines of text on the memory of a training with these flags. Raises ValueError as `pretrain_gpt.py` does."""
-    from megafp8.plan.comparison import comparison_lines, measured_lines, with_vocabulary
-    from megafp8.plan.summary import memory_lines
-
-    measure = "--measure" in argv
-    config = with_vocabulary(parse_flags([arg for arg in argv if arg != "--measure"], check_files=False))
-    lines = ["memory of one rank (estimate)", *memory_lines(config), "", *comparison_lines(config)]
-    return [*lines, "", *measured_lines(config)] if measure else lines
+COMMANDS = {"memory": memory, "forecast": forecast, "search": search}
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["memory"] and not {"-h", "--help"} & set(argv):
-        try:
-            print("\n".join(memory(argv[1:])))
-        except ValueError as error:
-            print(f"plan.py: error: {error}", file=sys.stderr)
-            return 2
-        return 0
-    args = parse_args(argv)
+    args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        schedule = checked_schedule(args)
+        lines = plan_schedule.run(args) if args.command == "schedule" else COMMANDS[args.command](args, rest)
     except ValueError as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 2
-    timeline = simulate(schedule, Costs(args.forward_time, args.input_time, args.weight_time, args.message_time))
-    print("\n".join(report(timeline, args.activation_mib, args.deferred_mib)))
-    if args.output is not None:
-        draw(timeline, args.output)
-        print(f"wrote {args.output}")
+    print("\n".join(lines))
     return 0
 
 

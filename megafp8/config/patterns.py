@@ -4,11 +4,13 @@ Megatron-LM evaluates such lists as Python; here only lists, whole numbers, `+` 
 """
 
 import ast
+from functools import cache
 
 LONGEST = 100_000
 """Longest list that an expression may make."""
 
 
+@cache
 def layer_pattern(flag: str, text: str, layers: int) -> tuple[bool, ...]:
     """Returns which of `layers` layers are marked by `text`.
 

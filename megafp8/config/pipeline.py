@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megafp8.config.model import ModelConfig
 from megafp8.config.parallel import ParallelConfig
@@ -28,6 +29,7 @@ class Stage:
         return ", ".join(["embedding"] * self.embedding + [layers] + ["loss"] * self.loss)
 
 
+@lru_cache(maxsize=1 << 12)
 def pipeline_stages(m: ModelConfig, p: ParallelConfig) -> tuple[Stage, ...]:
     """All stages of the model, in order; a multiple of the pipeline-parallel size.
 

@@ -12,7 +12,7 @@ of a head, V padded vocabulary, e bytes of the compute dtype. q8(T x K) is an FP
     activation             T i e (fc1's output); T (i + 4 i/128) with --activation-func-fp8-input-store
     fc2                    T f e in high precision; FP8: nothing, its input is remade from fc1's output
     final_norm, lm_head    T h e each
-    loss                   T V e (logits) and a few numbers a token
+    loss                   T V e (logits, whose gradient takes their place); with --cross-entropy-chunks nothing
 
 Latent attention and mixtures of experts: layer_activations.py. A depth of multi-token prediction holds 2 T h e for its
 linear, the inputs of its three norms, a layer, and what the LM head and the loss hold.
@@ -26,26 +26,26 @@ MLP or the mixture of experts (mlp_norm's input), or of norms (their outputs are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from megafp8.config import Config
+from megafp8.config.model import ModelConfig
 from megafp8.config.pipeline import Stage
-from megafp8.fp8 import policy
+from megafp8.fp8 import Recipe, policy
 from megafp8.plan.layer_activations import Activation, LayerPlan, quantized_bytes
 from megafp8.plan.rank_parameters import held_stages
 from megafp8.plan.shapes import LayerShape, layer_linears, layers
 from megafp8.plan.sizes import Sizes
 from megafp8.plan.transients import PARTS, backward_bytes, loss_bytes, part_of
 
-__all__ = ["Activation", "Phase", "activations", "by_module", "chunk_phases", "layer_activations", "quantized_bytes"]
+__all__ = ["Activation", "Phase", "by_module", "layer_activations", "peak_of", "quantized_bytes", "stage_phases"]
 
 IDS_BYTES = 8
 """A token id is int64."""
-LOSS_BYTES = 8 + 1 + 4 + 4
-"""The loss keeps a token's target, whether it is on this rank, the largest logit and the log of the sum."""
 
 
 @dataclass(frozen=True)
@@ -66,39 +66,37 @@ class Phase:
         return sum(a.bytes for a in self.kept)
 
 
-def activations(config: Config, device: torch.device, stage: int = 0) -> list[Activation]:
-    """Returns what one microbatch holds when its forward ends, through all stages of pipeline rank `stage`.
+def stage_phases(config: Config, device: torch.device, stage: int = 0) -> list[list[Phase]]:
+    """Returns the phases of a microbatch in each of the stages of pipeline rank `stage`.
 
     Args:
         config: resolved, with the vocabulary known (`with_vocab_size`).
         device: whose GEMMs decide on orientations.
     """
-    return [
-        a for chunk in held_stages(config, stage) for phase in chunk_phases(config, chunk, device) for a in phase.kept
-    ]
+    return [chunk_phases(config, chunk, device) for chunk in held_stages(config, stage)]
 
 
 def layer_activations(config: Config, device: torch.device, number: int = 0) -> list[Activation]:
     """Returns what one layer holds of a microbatch when its forward ends, its input included, unless it is recomputed
     as a whole."""
-    return list(_Plans(config, device)(layers(config)[number], _selected(config)).items())
+    return list(LayerKinds(config, device)(layers(config)[number]).plan(_selected(config)).items())
 
 
 def chunk_phases(config: Config, chunk: Stage, device: torch.device) -> list[Phase]:
     """Returns the phases of a stage of the model, in the order of the forward pass."""
-    sizes, m, plans = Sizes.of(config), config.model, _Plans(config, device)
+    sizes, m, kinds = Sizes.of(config), config.model, LayerKinds(config, device)
     phases = [Phase(tuple(_inputs(config, sizes, chunk)))]
     own = [LayerShape(f"layers.{number}", m.moe_layers[number]) for number in chunk.layers]
     recomputed, unit = _recomputed_layers(config, len(own)), _unit(config)
     for start in range(0, recomputed, unit):
         members = own[start : min(start + unit, recomputed)]
-        phases.append(_recomputed_unit("layers", plans, members, sizes))
+        phases.append(_recomputed_unit("layers", kinds, members, sizes))
     for layer in own[recomputed:]:
-        phases.extend(_layer_phases(plans, layer, _selected(config)))
+        phases.extend(_layer_phases(kinds(layer), _selected(config)))
     if chunk.loss:
         phases.append(_head_phase(config, sizes))
         for layer in (layer for layer in layers(config) if layer.name.startswith("mtp.")):
-            phases.extend(_prediction(config, plans, layer, sizes))
+            phases.extend(_prediction(config, kinds, layer, sizes))
     return phases
 
 
@@ -146,57 +144,83 @@ def _selected(config: Config) -> tuple[str, ...]:
     return train.recompute_modules or () if train.recompute_granularity == "selective" else ()
 
 
-class _Plans:
-    """Called with a layer, and what is recomputed of it: its plan. Like layers share one."""
+@dataclass(frozen=True)
+class LayerKind:
+    """What the bytes of a layer depend on; layers that agree in it are alike. recipes: of its linears, by part."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.config, self.device, self.sizes = config, device, Sizes.of(config)
+    sizes: Sizes
+    experts: bool
+    recipes: tuple[tuple[str, Recipe | None], ...]
+    device: torch.device
+    fp8_input_store: bool | None = None
+
+    def plan(self, recomputed: tuple[str, ...] = ()) -> LayerPlan:
+        """recomputed: parts that backward computes again."""
+        layer, recipes = LayerShape("layer", self.experts), {f"layer.{part}": recipe for part, recipe in self.recipes}
+        return LayerPlan(layer, self.sizes, recipes.__getitem__, self.device, recomputed, self.fp8_input_store)
+
+
+class LayerKinds:
+    """Called with a layer: its kind."""
+
+    def __init__(self, config: Config, device: torch.device | str = "cpu") -> None:
+        self.sizes, self.device = Sizes.of(config), torch.device(device)
+        self.store = config.fp8.activation_func_fp8_input_store
         self.recipe_of = policy.from_config(config)
-        self._phases: dict[tuple, list[Phase]] = {}
+        kinds = set(config.model.moe_layers)
+        self.parts = {experts: _part_names(config.model, experts=experts) for experts in kinds}
+        self._alike = not self.recipe_of.keep and not self.recipe_of.others
+        self._known: dict[bool, LayerKind] = {}
 
-    def __call__(self, layer: LayerShape, recomputed: tuple[str, ...] = ()) -> LayerPlan:
-        store = self.config.fp8.activation_func_fp8_input_store
-        return LayerPlan(layer, self.sizes, self.recipe_of, self.device, recomputed, store)
-
-    def phases(self, layer: LayerShape, recomputed: tuple[str, ...], make: Callable[[], list[Phase]]) -> list[Phase]:
-        parts = (shape.part.replace("*", "0") for shape in layer_linears(self.config.model, experts=layer.experts))
-        key = (layer.experts, recomputed, *(self.recipe_of(f"{layer.name}.{part}") for part in parts))
-        if key not in self._phases:
-            self._phases[key] = make()
-        return self._phases[key]
-
-
-def _layer_phases(plans: _Plans, layer: LayerShape, recomputed: tuple[str, ...] = ()) -> list[Phase]:
-    return plans.phases(layer, recomputed, lambda: list(_parts_of_layer(plans, layer, recomputed)))
+    def __call__(self, layer: LayerShape) -> LayerKind:
+        if self._alike and layer.experts in self._known:  # no pattern tells layers apart
+            return self._known[layer.experts]
+        recipes = tuple((part, self.recipe_of(f"{layer.name}.{part}")) for part in self.parts[layer.experts])
+        self._known[layer.experts] = LayerKind(self.sizes, layer.experts, recipes, self.device, self.store)
+        return self._known[layer.experts]
 
 
-def _parts_of_layer(plans: _Plans, layer: LayerShape, recomputed: tuple[str, ...]) -> Iterator[Phase]:
-    whole, kept = plans(layer), plans(layer, recomputed)
+def _part_names(model: ModelConfig, *, experts: bool) -> tuple[str, ...]:
+    """Names of a layer's linears; of experts, the first one's."""
+    return tuple(shape.part.replace("*", "0") for shape in layer_linears(model, experts=experts))
+
+
+@lru_cache(maxsize=1 << 14)
+def _layer_phases(kind: LayerKind, recomputed: tuple[str, ...] = ()) -> tuple[Phase, ...]:
+    return tuple(_parts_of_layer(kind, recomputed))
+
+
+def _parts_of_layer(kind: LayerKind, recomputed: tuple[str, ...]) -> Iterator[Phase]:
+    whole, kept = kind.plan(), kind.plan(recomputed)
+    of_whole, of_kept = list(whole.items()), list(kept.items())
     for part in PARTS:
-        all_of_it, own = ([a for a in plan.items() if part_of(a.module) == part] for plan in (whole, kept))
-        again = max(0, sum(a.bytes for a in all_of_it) - sum(a.bytes for a in own))
-        what = "gradients in a layer" if not again else "a layer's parts made again, gradients"
-        yield Phase(tuple(own), again, backward_bytes(whole, part), what)
+        own = tuple(a for a in of_kept if part_of(a.module) == part)
+        again = sum(a.bytes for a in of_whole if part_of(a.module) == part) - sum(a.bytes for a in own)
+        what = "gradients in a layer" if again <= 0 else "a layer's parts made again, gradients"
+        yield Phase(own, max(0, again), backward_bytes(whole, part), what)
 
 
-def _recomputed_unit(name: str, plans: _Plans, members: list[LayerShape], sizes: Sizes) -> Phase:
+def _recomputed_unit(name: str, kinds: LayerKinds, members: list[LayerShape], sizes: Sizes) -> Phase:
     """Layers that backward runs again together; their inputs are the residual stream."""
-    most, _ = peak_of(phase for layer in members for phase in _layer_phases(plans, layer))
+    most, _ = peak_of(phase for layer in members for phase in _layer_phases(kinds(layer)))
     held = Activation(name, "input of recomputed units", sizes.stream)
     return Phase((held,), again=most, what="one unit of layers made again, gradients")
 
 
 def _head_phase(config: Config, s: Sizes, prefix: str = "") -> Phase:
-    logits = s.tokens * (config.model.padded_vocab_size // s.tp) * s.element
+    chunks = config.train.cross_entropy_chunks
+    logits = -(-s.tokens // chunks) * (config.model.padded_vocab_size // s.tp) * s.element
     kept = (
         Activation(f"{prefix}final_norm", "input", s.norm(s.stream_tokens, s.model.hidden_size)),
         Activation(f"{prefix}lm_head", "input", s.stream),
-        Activation(f"{prefix}loss", "logits", logits + LOSS_BYTES * s.tokens),
     )
-    return Phase(kept, backward=loss_bytes(s), what="gradient of the logits")
+    if chunks > 1:
+        return Phase(kept, backward=logits + loss_bytes(s), what="one part's logits made again")
+    kept = (*kept, Activation(f"{prefix}loss", "logits", logits))
+    return Phase(kept, backward=loss_bytes(s), what="a part of the logits in FP32")
 
 
-def _prediction(config: Config, plans: _Plans, layer: LayerShape, s: Sizes) -> Iterator[Phase]:
+def _prediction(config: Config, kinds: LayerKinds, layer: LayerShape, s: Sizes) -> Iterator[Phase]:
     """A depth of multi-token prediction. The hidden states that it reads are the LM head's input before it."""
     rows = s.stream_tokens
     norms = s.norm(rows, s.model.hidden_size) + 4 * s.statistics * rows
@@ -211,9 +235,9 @@ def _prediction(config: Config, plans: _Plans, layer: LayerShape, s: Sizes) -> I
         backward=4 * s.stream,
     )
     if config.train.recompute_granularity == "full" and config.train.recompute_method == "uniform":
-        yield _recomputed_unit("mtp.layer", plans, [layer], s)
+        yield _recomputed_unit("mtp.layer", kinds, [layer], s)
     else:
-        for phase in _layer_phases(plans, layer, _selected(config)):
+        for phase in _layer_phases(kinds(layer), _selected(config)):
             named = tuple(Activation(f"mtp.layer.{a.module}", a.what, a.bytes) for a in phase.kept)
             yield Phase(named, phase.again, phase.backward, phase.what)
     yield _head_phase(config, s, "mtp.")

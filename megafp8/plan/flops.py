@@ -44,12 +44,12 @@ def _layer_products(config: Config, experts: bool) -> int:
 def attention_flops_per_token(config: Config, *, causal: bool = True) -> float:
     """Returns the forward FLOPs a token of `q k^T` and of the weighted sum of values, over all layers."""
     m, length = config.model, config.data.seq_length
-    keys = _keys_seen(length, m.window) if causal else length
+    keys = keys_seen(length, m.window) if causal else length
     return len(layers(config)) * 2 * m.num_attention_heads * (m.query_channels + m.value_channels) * keys
 
 
-def _keys_seen(length: int, window: int | None) -> float:
-    """Mean number of keys that a token of a sequence sees: its own, and all or `window` before."""
+def keys_seen(length: int, window: int | None) -> float:
+    """Returns the mean number of keys that a token of a sequence sees: its own, and all or `window` before."""
     most = length if window is None else min(window + 1, length)
     return most - most * (most - 1) / 2 / length
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from megafp8.config import Config
 from megafp8.config.pipeline import Stage
 from megafp8.core.pipeline.schedules import Action, Kind, rank_actions
 from megafp8.fp8 import policy
-from megafp8.plan.activations import chunk_phases, peak_of
+from megafp8.plan.activations import Phase, peak_of
 from megafp8.plan.layer_activations import Activation
 from megafp8.plan.rank_parameters import held_stages
 from megafp8.plan.shapes import LayerShape, layer_linears
@@ -67,22 +65,21 @@ def actions_of(config: Config, stage: int) -> tuple[Action, ...]:
     )
 
 
-def in_flight(config: Config, stage: int, device: torch.device) -> InFlight:
-    """Returns the moment of most bytes in a step of pipeline rank `stage`."""
-    chunks = [chunk_bytes(config, chunk, device) for chunk in held_stages(config, stage)]
+def in_flight(config: Config, stage: int, phases: Sequence[Sequence[Phase]]) -> InFlight:
+    """Returns the moment of most bytes in a step of pipeline rank `stage`; phases: of each of its stages."""
+    waits = config.parallel.pipeline_schedule == "zero-bubble"
+    held = held_stages(config, stage)
+    chunks = [_chunk(p, _operands(config, chunk) if waits else 0) for p, chunk in zip(phases, held, strict=True)]
     limit = config.parallel.wgrad_queue_mib
     found = most_held(actions_of(config, stage), chunks, None if limit is None else limit << 20)
     data = Sizes.of(config).tokens * BATCH_BYTES
     return InFlight(found.held + found.microbatches * data, found.pairs, found.extra, found.microbatches)
 
 
-def chunk_bytes(config: Config, chunk: Stage, device: torch.device) -> ChunkBytes:
-    """What a microbatch holds in one of a rank's stages."""
-    phases = chunk_phases(config, chunk, device)
+def _chunk(phases: Sequence[Phase], deferred: int) -> ChunkBytes:
     kept = sum(phase.bytes for phase in phases)
     most, what = peak_of(phases)
-    waits = config.parallel.pipeline_schedule == "zero-bubble"
-    return ChunkBytes(kept, max(0, most - kept), what, _operands(config, chunk) if waits else 0)
+    return ChunkBytes(kept, max(0, most - kept), what, deferred)
 
 
 def most_held(actions: Sequence[Action], chunks: Sequence[ChunkBytes], wgrad_limit: int | None = None) -> InFlight:

@@ -24,21 +24,24 @@ Left out: what isn't allocated through PyTorch (the CUDA context, kernels, NCCL'
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from megafp8.config import Config
+from megafp8.config import Config, DataConfig, TrainConfig
 from megafp8.fp8 import gemm
 from megafp8.fp8.feature_grid import FeatureGrid
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.primary import orientations, scale_shape
 from megafp8.optimizer.layout import ALIGNMENT, BufferLayout
 from megafp8.parallel import Axis
-from megafp8.plan.activations import Activation, activations, quantized_bytes
+from megafp8.plan.activations import Activation, LayerKinds, quantized_bytes, stage_phases
 from megafp8.plan.in_flight import InFlight, in_flight
-from megafp8.plan.rank_parameters import COLUMN, ROW, RankParameter, rank_layouts, rank_parameters
+from megafp8.plan.rank_parameters import COLUMN, ROW, RankParameter, held_stages, rank_layouts, rank_parameters
+from megafp8.plan.shapes import LayerShape
 from megafp8.plan.sizes import Sizes
 
 CUBLAS_WORKSPACE = 32 << 20
@@ -100,6 +103,20 @@ class MemoryPlan:
         }
 
 
+@dataclass(frozen=True)
+class Resident:
+    """What of a rank's memory stays through a step, and elements: of its buffers, and of its shards of them."""
+
+    weights: int
+    main_grads: int
+    masters: int
+    moments: int
+    fp8_copies: int
+    tables: int
+    elements: int
+    shard: int
+
+
 def plan_memory(config: Config, device: torch.device | str = "cpu", stage: int = 0) -> MemoryPlan:
     """Returns the memory of a rank of pipeline rank `stage` that trains the configuration on `device`.
 
@@ -110,23 +127,54 @@ def plan_memory(config: Config, device: torch.device | str = "cpu", stage: int =
         device: whose GEMMs decide on orientations; nothing is allocated there.
     """
     device = torch.device(device)
+    held, phases = resident(config, device, stage), stage_phases(config, device, stage)
+    peak = _or_update(config, held, in_flight(config, stage, phases))
+    return MemoryPlan(
+        weights=held.weights,
+        main_grads=held.main_grads,
+        masters=held.masters,
+        moments=held.moments,
+        fp8_copies=held.fp8_copies,
+        workspaces=_workspaces(config) + held.tables,
+        activations=tuple(a for chunk in phases for phase in chunk for a in phase.kept),
+        in_flight=peak.held,
+        pairs=peak.pairs,
+        extra=peak.extra,
+        messages=_messages(config) if peak.held else 0,
+    )
+
+
+def resident(config: Config, device: torch.device, stage: int) -> Resident:
+    """What stays; stages of the same layers and ends have the same, and so have all microbatches."""
+    kinds = LayerKinds(config, device)
+    moe, size = config.model.moe_layers, config.parallel.pipeline_model_parallel_size
+
+    def content(rank: int) -> tuple:
+        held = held_stages(config, rank)
+        layers = tuple(kinds(LayerShape(f"layers.{n}", moe[n])) for chunk in held for n in chunk.layers)
+        return tuple((chunk.embedding, chunk.loss, len(chunk.layers)) for chunk in held), layers
+
+    own = content(stage)
+    first = next(rank for rank in range(size) if rank == stage or content(rank) == own)
+    train = TrainConfig(bf16=config.train.bf16)
+    return _resident(dataclasses.replace(config, train=train, data=DataConfig(), notes=(), given={}), device, first)
+
+
+@lru_cache(maxsize=1 << 12)
+def _resident(config: Config, device: torch.device, stage: int) -> Resident:
     layouts, parameters = rank_layouts(config, stage), rank_parameters(config, stage)
-    elements = sum(layout.numel for layout in layouts)
     held = [(layout.numel // layout.shards, layout.precision) for layout in layouts]
     primary = {p.name: p for p in parameters if config.fp8.fp8_param_gather and p.recipe is not None}
-    peak = _or_update(config, layouts, in_flight(config, stage, device))
-    return MemoryPlan(
+    elements = sum(layout.numel for layout in layouts)
+    return Resident(
         weights=sum(_weights(layout, primary) for layout in layouts),
         main_grads=4 * elements,
         masters=int(sum(n * precision.master_bytes for n, precision in held)),
         moments=int(sum(n * precision.moment_bytes for n, precision in held)),
         fp8_copies=sum(copies_bytes(config, p, device) for p in parameters if p.recipe is not None),
-        workspaces=_workspaces(config) + sum(_tables(layout, primary) for layout in layouts),
-        activations=tuple(activations(config, device, stage)),
-        in_flight=peak.held,
-        pairs=peak.pairs,
-        extra=peak.extra,
-        messages=_messages(config) if peak.held else 0,
+        tables=sum(_tables(layout, primary) for layout in layouts),
+        elements=elements,
+        shard=sum(n for n, _ in held),
     )
 
 
@@ -135,17 +183,16 @@ def plan_stages(config: Config, device: torch.device | str = "cpu") -> list[Memo
     return [plan_memory(config, device, stage) for stage in range(config.parallel.pipeline_model_parallel_size)]
 
 
-def _or_update(config: Config, layouts: tuple[BufferLayout, ...], peak: InFlight) -> InFlight:
+def _or_update(config: Config, held: Resident, peak: InFlight) -> InFlight:
     """The peak of forward and backward, or where it is larger that of the reduction or of the update after them."""
-    sent = 0
-    if (
-        config.parallel.grad_reduce_in_bf16
-        and config.parallel.data_parallel_size * config.parallel.context_parallel_size > 1
-    ):
-        sent = sum(2 * layout.numel + 2 * layout.numel // layout.shards for layout in layouts)
-    norm = int(sum(layout.numel // layout.shards for layout in layouts) * NORM_BYTES)
-    later = max(Activation("reduction", "gradients in BF16", sent), Activation("update", "gradient norm", norm),
-                key=lambda a: a.bytes)  # fmt: skip
+    sent, p = 0, config.parallel
+    if p.grad_reduce_in_bf16 and p.data_parallel_size * p.context_parallel_size > 1:
+        sent = 2 * held.elements + 2 * held.shard
+    later = max(
+        Activation("reduction", "gradients in BF16", sent),
+        Activation("update", "gradient norm", int(held.shard * NORM_BYTES)),
+        key=lambda a: a.bytes,
+    )
     if later.bytes <= peak.held + peak.extra.bytes:
         return peak
     return InFlight(0, 0, later, peak.microbatches)
@@ -185,6 +232,13 @@ def copies_bytes(config: Config, p: RankParameter, device: torch.device) -> int:
     free = {"rowwise"} if config.fp8.fp8_param_gather else set()  # the stored bytes themselves
     wanted = set(gemm.needs(p.recipe, "weight", device).values()) - free
     return sum(quantized_bytes(p.recipe, "weight", _padded(config, p), orientation) for orientation in wanted)
+
+
+def cuts_primary_tiles(config: Config) -> bool:
+    """Whether tensor parallelism cuts FP8 weights through their tiles, so that they can't be primary weights."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    held = (p for stage in stages for p in rank_parameters(config, stage) if p.recipe is not None)
+    return config.parallel.tensor_model_parallel_size > 1 and any(_padded(config, p) != p.shape for p in held)
 
 
 def _padded(config: Config, p: RankParameter) -> tuple[int, int]:
