@@ -146,6 +146,11 @@ class Axis:
         sides = [dist.P2POp(dist.isend, x, there, self.group), dist.P2POp(dist.irecv, out, before, self.group)]
         return out, dist.batch_isend_irecv(sides)
 
+    def post_send(self, x: Tensor, target: int, group: ProcessGroup, tag: int) -> Work:
+        """Starts to send `x` to rank `target` of the job; it must not be written to until the work is completed."""
+        self.count("send", x)
+        return dist.isend(x, target, group=group, tag=tag)
+
     def post_receive(self, x: Tensor, source: int, group: ProcessGroup, tag: int) -> Pending:
         """Starts to receive `x` from rank `source` of the job: it holds the message after `wait()`."""
         return dist.irecv(x, source, group=group, tag=tag)

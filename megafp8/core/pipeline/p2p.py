@@ -56,8 +56,8 @@ class Links:
         """Starts sending; `x` must not be written to. at_most: waits while more messages than that are on their way."""
         peer, group = self._peer(message, sending=True)
         x = x.contiguous()
-        self.axis.count("send", x)
-        work = _guarded(lambda: dist.isend(x, peer, group=group, tag=self._tag(message)), message, peer, "can't send")
+        tag = self._tag(message)
+        work = _guarded(lambda: self.axis.post_send(x, peer, group, tag), message, peer, "can't send")
         self._sent = [entry for entry in self._sent if not entry[0].is_completed()]
         self._sent.append((work, x, message))
         if at_most is not None:

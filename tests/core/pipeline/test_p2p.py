@@ -36,9 +36,9 @@ def wire(monkeypatch):
 
         return call
 
-    fake.isend = post("send")
     monkeypatch.setattr(p2p, "dist", fake)
-    monkeypatch.setattr("megafp8.parallel.dist.irecv", post("receive"))  # the axis's own
+    monkeypatch.setattr("megafp8.parallel.dist.isend", post("send"))  # the axis's own
+    monkeypatch.setattr("megafp8.parallel.dist.irecv", post("receive"))
     return log
 
 
