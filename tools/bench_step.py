@@ -10,6 +10,7 @@ Conversions of formats are checked against the ledger (docs/conversions.md).
     python tools/bench_step.py --preset tiny --device cpu --no-compile --rounds 2
     python tools/bench_step.py --preset llama3-8b --ledger blockwise    # the ledger alone
     python tools/bench_step.py --crossover crossover.json               # from which sizes on FP8 pays
+    bash tools/bench_step_all.sh OUT                                     # all of it, in eight minutes
 """
 
 from __future__ import annotations
