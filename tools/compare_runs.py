@@ -27,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megafp8.config.tool_parser import ToolParser
 from megafp8.training.run_log import read_metrics
 
 
@@ -245,7 +246,7 @@ def write_output(args: argparse.Namespace, runs: list[Run], window: int, text: s
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="--log-dir of a run; the first is the base")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="names in table and picture (default: from paths)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="picture (.png), or page (.html), to write")

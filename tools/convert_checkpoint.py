@@ -20,12 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megafp8.config.tool_parser import ToolParser
+
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run, text: str) -> argparse.ArgumentParser:

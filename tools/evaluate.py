@@ -23,6 +23,8 @@ import re
 import sys
 from pathlib import Path
 
+from megafp8.config.tool_parser import ToolParser
+
 
 def add_load_and_data(parser: argparse.ArgumentParser, valid_help: str) -> None:
     """Which checkpoint, and the data that `open_sets` opens. valid_help: what --valid-data-path is for."""
@@ -35,7 +37,7 @@ def add_load_and_data(parser: argparse.ArgumentParser, valid_help: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_load_and_data(parser, "data sets, each read whole; [NAME=]PREFIX ...")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="names of --valid-data-path's sets, as NAME=PREFIX")
     parser.add_argument("--micro-batch-size", type=int, default=8, metavar="N", help="samples at once (default: 8)")
@@ -114,12 +116,15 @@ def evaluate_all(args: argparse.Namespace) -> tuple[dict[str, dict[str, float]],
     from tqdm import tqdm
 
     from megafp8.data import IndexedDataset
+    from megafp8.data.cache import writable_directory
     from megafp8.training.build import pick_device
     from megafp8.training.evaluation import arrange, evaluate_set
     from megafp8.training.inference import load_trained
 
     if args.max_samples is not None and args.max_samples < 1:
         raise ValueError(f"--max-samples {args.max_samples}: give 1 or more, or leave it out for all")
+    if args.output and not writable_directory(args.output.parent):
+        raise ValueError(f"--output {args.output}: can't write there; give another file")
     for prefix in (value for prefixes in named_prefixes(args).values() for value in prefixes):
         if not re.fullmatch(r"[0-9.e-]+", prefix):  # a blend's weight
             IndexedDataset(prefix)  # told before the model is loaded

@@ -19,6 +19,8 @@ import math
 import sys
 from pathlib import Path
 
+from megafp8.config.tool_parser import ToolParser
+
 KEYS = ("step", "kind", "name")
 
 
@@ -98,7 +100,7 @@ def report(bits: dict | None, norms: dict | None, alone: list[str], tolerance: f
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("record", help="train some steps and write a trace")
     one.add_argument("output", type=Path, help="file to write")

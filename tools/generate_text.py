@@ -11,9 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from megafp8.config.tool_parser import ToolParser
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or one of them")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration of the checkpoint (default: the latest)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: none, starts afresh)")

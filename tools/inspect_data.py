@@ -22,6 +22,7 @@ import sys
 import numpy as np
 
 from megafp8.config import Config, parse_args
+from megafp8.config.tool_parser import ToolParser
 from megafp8.data import (
     Batch,
     Datasets,
@@ -48,7 +49,7 @@ STAND_INS = {
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Config]:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [flags of pretrain_gpt.py] [--iteration N] [--rows N] [--from NAME] [--ids]",

@@ -10,12 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from megafp8.config.tool_parser import ToolParser
 from megafp8.data.arguments import run
 from megafp8.data.indexed import IndexedDataset, IndexedDatasetBuilder, index_path, token_path
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, metavar="DIR", help="directory with pairs of .bin and .idx files")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="files are named PREFIX.bin and .idx")
     return parser.parse_args(argv)

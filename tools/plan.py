@@ -10,11 +10,11 @@
 FLAGS are those of a training (`pretrain_gpt.py --help`), --config included.
 
 `memory` prints what each pipeline stage's ranks will hold, and what other precisions of weights and optimizer state
-would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps without data and prints
-what CUDA's allocator counts beside the forecast. `forecast` adds the time of a step on a cluster, tokens a second, MFU,
-and what a rank sends. `search` tries the layouts that the flags leave open, in BF16 and in FP8, and lists the fastest
-that fit. `schedule` prints what every pipeline rank does and when; `F3.1` is the forward of microbatch 3 in the rank's
-second virtual stage, B a backward, I one without weight gradients, W those.
+would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps without data and
+prints what CUDA's allocator counts beside the forecast. `forecast` adds the time of a step on a cluster, tokens a
+second, MFU, and what a rank sends. `search` tries the layouts that the flags leave open, in BF16 and in FP8, and lists
+the fastest that fit. `schedule` prints what every pipeline rank does and when; `F3.1` is the forward of microbatch 3 in
+the rank's second virtual stage, B a backward, I one without weight gradients, W those.
 """
 
 from __future__ import annotations
@@ -24,16 +24,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import plan_schedule
 
 from megafp8.config import Config
 from megafp8.config import parse_args as parse_flags
 
+if TYPE_CHECKING:
+    from megafp8.plan.memory import MemoryPlan
+from megafp8.config.tool_parser import ToolParser
+
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The tool's own flags, and those of a training."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     plan_schedule.add_flags(commands.add_parser("schedule", help="order, bubble and activations of a pipeline"))
     for name, what in (("memory", "what a rank of every stage holds"), ("forecast", "time of a step on a cluster"),
@@ -74,11 +79,11 @@ def memory(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from megafp8.plan.memory import plan_stages
     from megafp8.plan.summary import memory_lines
 
-    config, plans = configuration(args, rest), None
+    config = configuration(args, rest)
     plans = plan_stages(config)
     lines = ["memory of one rank (estimate)", *memory_lines(config, plans), "", *comparison_lines(config)]
     lines += ["", *measured_lines(config)] if args.measure else []
-    return lines + _picture(args, plans)
+    return lines + _picture(args, config, plans)
 
 
 def forecast(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -93,7 +98,7 @@ def forecast(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     plans = plan_stages(config)
     largest = max(range(len(plans)), key=lambda stage: plans[stage].total)
     lines = forecast_lines(forecast_of(config, cluster), plans, step_traffic(config, largest))
-    return [*lines, "", "== memory", *stage_memory_lines(plans), *_picture(args, plans)]
+    return [*lines, "", "== memory", *stage_memory_lines(plans), *_picture(args, config, plans)]
 
 
 def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -130,14 +135,20 @@ def _progress(title: str):
     return step
 
 
-def _picture(args: argparse.Namespace, plans) -> list[str]:
+def _picture(args: argparse.Namespace, config: Config, plans: list[MemoryPlan]) -> list[str]:
+    """FP8 beside the same job in BF16."""
     if args.output is None:
         return []
     from megafp8.plan.cluster import read_cluster
+    from megafp8.plan.comparison import in_bf16
+    from megafp8.plan.memory import plan_stages
     from megafp8.plan.picture import draw_memory
 
     limit = None if args.cluster is None else read_cluster(args.cluster).usable_bytes
-    draw_memory({"memory": plans}, args.output, limit)
+    shown = (
+        {"FP8": plans, "the same in BF16": plan_stages(in_bf16(config))} if config.fp8.enabled else {"memory": plans}
+    )
+    draw_memory(shown, args.output, limit)
     return [f"wrote {args.output}"]
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from datetime import timedelta
 
+from megafp8.config.tool_parser import ToolParser
 from megafp8.data.arguments import add_input_arguments, add_tokenizer_arguments, input_corpus, run
 from megafp8.data.documents import Corpus, Cursor
 from megafp8.data.preprocess import EncodeOptions, Outcome, preprocess
@@ -23,7 +24,7 @@ from megafp8.data.tokenizer import build_tokenizer
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input_arguments(parser)
     add_tokenizer_arguments(parser)
     group = parser.add_argument_group("output")

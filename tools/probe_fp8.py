@@ -19,6 +19,8 @@ from pathlib import Path
 
 from evaluate import add_load_and_data, open_sets
 
+from megafp8.config.tool_parser import ToolParser
+
 OUTLIER, WORSE = 1000.0, 1.05
 MENDS = {  # flags that may help against an outlier channel -> recipe and its axes
     "--fp8-recipe blockwise": ("blockwise", {"fp8_format": "e4m3"}),
@@ -28,7 +30,7 @@ MENDS = {  # flags that may help against an outlier channel -> recipe and its ax
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_load_and_data(parser, "a data set, read from its beginning")
     parser.add_argument("--names", nargs="+", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="samples at once (default: 4)")

@@ -20,6 +20,8 @@ from compare_runs import short_labels
 from report_data import load_run
 from report_page import page
 
+from megafp8.config.tool_parser import ToolParser
+
 
 def default_window(lengths: list[int]) -> int:
     """Iterations of smoothing: odd, a thirtieth of the longest run, 51 at most."""
@@ -58,7 +60,7 @@ def report(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="--log-dir of a run")
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help="page to write")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="names of the runs (default: from paths)")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megafp8.config.tool_parser import ToolParser
 from megafp8.data.arguments import add_input_arguments, input_corpus, run
 from megafp8.data.documents import Record, texts_of
 
@@ -23,7 +24,7 @@ MAX_SENTENCE_BYTES = 16384  # SentencePiece drops longer sentences: longer lines
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_input_arguments(parser)
     group = parser.add_argument_group("training")
     group.add_argument(

@@ -13,6 +13,7 @@ from megafp8.config import compat, validate
 from megafp8.config.config import GROUPS, Config, field_table, flag_of, from_plain, has_flag
 from megafp8.config.flags import add_group
 from megafp8.config.resolve import resolve
+from megafp8.config.strangers import mend_for
 
 TITLES = {
     "model": "model",
@@ -44,7 +45,7 @@ def parse_args(
     argv = sys.argv[1:] if argv is None else list(argv)
     namespace, rest = build_parser().parse_known_args(argv)
     if rest:
-        raise ValueError(_unknown(rest))
+        raise ValueError(_unknown(rest, argv))
     values = vars(namespace)
     foreign = values.pop("foreign", [])
     file = values.pop("config", None)
@@ -171,10 +172,15 @@ def _file_value(path: str, key: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"--config {path}: {error}") from None
 
 
-def _unknown(rest: list[str]) -> str:
+def _unknown(rest: list[str], argv: list[str]) -> str:
     text = rest[0].split("=")[0]
     if not text.startswith("-"):
+        before = argv[argv.index(rest[0]) - 1] if rest[0] in argv[1:] else ""
+        if before.startswith("--"):
+            return f"unexpected argument '{rest[0]}' after {before}, which takes no value there; leave it out"
         return f"unexpected argument '{text}': values must follow their flag"
+    if mend := mend_for(text):
+        return f"unknown flag {text}: {mend}"
     if area := compat.out_of_scope(text):
         return f"{text}: is for {area}, which is out of scope here (GPT pretraining); leave it out"
     known = [flag_of(name) for name in field_table() if has_flag(name)] + [e.flag for e in compat.FOREIGN]

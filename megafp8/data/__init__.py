@@ -21,11 +21,16 @@ share. The rows of the embedding follow from `config.with_vocab_size`.
 Every mistake in flags or files raises ValueError with one line that says how to mend it.
 """
 
-from megafp8.data.batch import Batch, MaskOptions, make_batch
-from megafp8.data.build import Datasets, SampleCounts, build_datasets, sample_counts
-from megafp8.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megafp8.data.loader import build_loader
-from megafp8.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+import importlib
+
+# Imported when asked for: tools that read and write token files need no torch, and start at once.
+_MODULES = {
+    **dict.fromkeys(("Batch", "MaskOptions", "make_batch"), "batch"),
+    **dict.fromkeys(("Datasets", "SampleCounts", "build_datasets", "sample_counts"), "build"),
+    **dict.fromkeys(("IndexedDataset", "IndexedDatasetBuilder"), "indexed"),
+    "build_loader": "loader",
+    **dict.fromkeys(("TOKENIZER_TYPES", "Tokenizer", "build_tokenizer"), "tokenizer"),
+}
 
 __all__ = [
     "TOKENIZER_TYPES",
@@ -42,3 +47,9 @@ __all__ = [
     "make_batch",
     "sample_counts",
 ]
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

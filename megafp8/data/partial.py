@@ -39,7 +39,10 @@ class Partial:
         """
         self.directory = Path(f"{prefix}.partial")
         self.dtype, self.job, self.resumable = np.dtype(dtype), job, resumable
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output-prefix {prefix}: can't write there ({error.strerror}); give another") from None
         self._lock = self._take_lock()
         try:
             state = None if restart else self._read()

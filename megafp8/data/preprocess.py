@@ -248,6 +248,8 @@ def _finish(partial: Partial, keys: Sequence[str], prefixes: Sequence[str], drop
         for block in kept:
             summary.documents += len(block)
             summary.tokens += int(block.sum(dtype=np.int64))
+        if count == 0:
+            raise ValueError("--input: holds no document at all")
         if summary.documents == 0:
             raise ValueError(f"--input: no document has any text under {key!r} ({summary.empty} are empty)")
         token_path(summary.prefix).parent.mkdir(parents=True, exist_ok=True)

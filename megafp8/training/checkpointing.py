@@ -25,6 +25,7 @@ from megafp8.checkpoint import (
 )
 from megafp8.checkpoint.resume import OPTIMIZER
 from megafp8.config import Config, diff
+from megafp8.config.config import flag_of
 from megafp8.core.moe.shares import LastShares
 from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
 from megafp8.parallel import ParallelContext
@@ -82,16 +83,17 @@ class RunState:
         """Fills every owner from a checkpoint, as far as the flags ask for it. Raises ValueError on a mismatch."""
         check_tokenizer(found, tokenizer_identity(self._parts.tokenizer))
         checkpoint = self._parts.config.checkpoint
-        tensors = load_found(
-            found,
-            self.items(),
-            finetune=checkpoint.finetune,
-            no_load_optim=checkpoint.no_load_optim,
-            no_load_rng=checkpoint.no_load_rng,
-            strictness=STRICTNESS[checkpoint.dist_ckpt_strictness or "raise_all"],
-            allow_narrowing=checkpoint.load_narrowing,
-            parallel=self._parts.parallel,
-        )
+        with _naming_flags(found, self._parts.config):
+            tensors = load_found(
+                found,
+                self.items(),
+                finetune=checkpoint.finetune,
+                no_load_optim=checkpoint.no_load_optim,
+                no_load_rng=checkpoint.no_load_rng,
+                strictness=STRICTNESS[checkpoint.dist_ckpt_strictness or "raise_all"],
+                allow_narrowing=checkpoint.load_narrowing,
+                parallel=self._parts.parallel,
+            )
         with_optimizer = any(name.startswith(OPTIMIZER) for name in tensors)
         for owner in self._owners:
             if owner is self._parts.optimizer and not with_optimizer:
@@ -109,6 +111,25 @@ def run_metadata(parts: Parts, progress: Progress) -> dict[str, Any]:
         "tokenizer": tokenizer_identity(parts.tokenizer),
         "args": parts.config.to_dict(),
     }
+
+
+@contextmanager
+def _naming_flags(found: Found, config: Config) -> Iterator[None]:
+    """Names the model's flags that differ from the checkpoint's where its tensors don't fit."""
+    try:
+        yield
+    except DamagedFileError:
+        raise
+    except ValueError as error:
+        saved = found.metadata.get("args", {}).get("config", {}).get("model", {})
+        pairs = [(name, saved.get(name), config.value(name)) for name in _SHAPES]
+        other = [f"{flag_of(name)} is {was} there, {now} here" for name, was, now in pairs if was not in (None, now)]
+        if not other:
+            raise
+        raise ValueError(f"--load {found.directory}: another model: {', '.join(other)} ({error})") from None
+
+
+_SHAPES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
 
 
 def find_to_resume(config: Config, parallel: ParallelContext) -> Found | None:

@@ -1,7 +1,9 @@
 """Checks that the files which flags name exist, before anything is built."""
 
 import sys
+from glob import escape
 from importlib.util import find_spec
+from os.path import isfile  # Path's raises an error for a name that is too long
 from pathlib import Path
 
 from megafp8.config.config import Config, flag_of
@@ -35,6 +37,11 @@ def check_files(config: Config) -> None:
     load = config.checkpoint.load
     if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
+    if load and _is_foreign_model(Path(load)):
+        raise ValueError(
+            f"--load {load}: a Hugging Face model, not a checkpoint; tools/convert_checkpoint.py from-hf --hf {load} "
+            "--save DIR makes one"
+        )
 
 
 def _installed(package: str) -> bool:
@@ -45,9 +52,22 @@ def _installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def _is_foreign_model(directory: Path) -> bool:
+    return isfile(directory / "config.json") and not any(directory.glob("iter_*"))
+
+
 def _check_prefix(flag: str, prefix: str) -> None:
     for suffix in (".bin", ".idx"):
         if prefix.endswith(suffix):
-            raise ValueError(f"{flag} {prefix}: give the prefix without {suffix}")
+            raise ValueError(f"{flag} {prefix}: give the prefix without {suffix}: {prefix.removesuffix(suffix)}")
+    near = sorted(Path(prefix).parent.glob(f"{escape(Path(prefix).name)}_*_document.idx"))
+    if near and not isfile(f"{prefix}.bin"):
+        raise ValueError(f"{flag} {prefix}: no such files; there is {str(near[0]).removesuffix('.idx')}")
+    if isfile(prefix) and not isfile(f"{prefix}.bin"):
+        raise ValueError(
+            f"{flag} {prefix}: a file, not the prefix of token files; tools/preprocess_data.py --input {prefix} "
+            "--output-prefix PREFIX makes them, and PREFIX_text_document goes here"
+        )
+    for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise ValueError(f"{flag} {prefix}: {prefix}{suffix} is missing; build it with tools/preprocess_data.py")

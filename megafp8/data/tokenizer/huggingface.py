@@ -24,7 +24,8 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"--tokenizer-model {model}: {path.name} can't be read ({error})") from None
+            mend = "; a SentencePiece model is for --tokenizer-type SentencePieceTokenizer" * (path.suffix == ".model")
+            raise ValueError(f"--tokenizer-model {model}: {path.name} can't be read ({error}){mend}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True  # "<|endoftext|>" spelt out in a document doesn't end it
