@@ -6,12 +6,20 @@ import torch
 
 from megafp8.config import Config
 from megafp8.config.parallel import layout_sizes
+from megafp8.meter import Key
+from megafp8.plan.cluster import Cluster
 from megafp8.plan.communication import by_kind, step_traffic
+from megafp8.plan.in_flight import microbatches
 from megafp8.plan.memory import MemoryPlan, plan_memory
-from megafp8.plan.rank_parameters import held_stages
+from megafp8.plan.rank_parameters import held_stages, rank_layouts
+from megafp8.plan.stage_time import StageClock
+from megafp8.plan.traffic import Traffic
 from megafp8.training.one_rank import STEPS, Measured
+from megafp8.training.throughput import peaks_of
 
 MIB = 1 << 20
+HBM_GBPS = {"H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "H200": 4800, "H800": 3350}
+"""Memory bandwidth by what the device's name contains, as the vendor states it; the first that fits counts."""
 AXES = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
 
@@ -28,8 +36,7 @@ def report_lines(config: Config, device: torch.device, measured: Measured) -> li
         "" if measured.finite else "NOTE: gradients were not finite",
         *memory_lines(plan, measured),
         "",
-        f"its own work {1e3 * measured.seconds:,.1f} ms; copies that stand for communication "
-        f"{1e3 * measured.copying:,.1f} ms; waiting for others: none",
+        time_line(planned_seconds(config, device, measured.stage), measured),
         "",
         *traffic_lines(config, measured),
     ]
@@ -61,10 +68,41 @@ def memory_lines(plan: MemoryPlan, measured: Measured) -> list[str]:
     return lines
 
 
+def planned_seconds(config: Config, device: torch.device, stage: int) -> float | None:
+    """Of a rank's own work in a step; None on devices that the planner has no figures of."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    bandwidth = next((gbps for known, gbps in HBM_GBPS.items() if known in name), None)
+    peaks = peaks_of(name)
+    if bandwidth is None or peaks is None:
+        return None
+    fp8 = peaks.fp8 or peaks.bf16
+    cluster = Cluster(name, 1, 1.0, 0.0, peaks.fp32, peaks.bf16, fp8, bandwidth, 1.0, 1.0)
+    clock, layouts = StageClock(config, cluster), rank_layouts(config, stage)
+    work = sum(clock.chunk(chunk).total for chunk in held_stages(config, stage))
+    shards = sum(layout.numel // layout.shards for layout in layouts)
+    return microbatches(config) * work + clock.update(sum(layout.numel for layout in layouts), shards)
+
+
+def time_line(planned: float | None, measured: Measured) -> str:
+    own = f"its own work {1e3 * measured.seconds:,.1f} ms"
+    own += "" if planned is None else f", planned {1e3 * planned:,.1f} ({planned / measured.seconds - 1:+.1%})"
+    return f"{own}; copies that stand for communication {1e3 * measured.copying:,.1f} ms; waiting for others: none"
+
+
+def traffic_differs(config: Config, measured: Measured) -> bool:
+    """Whether it sent anything else than planned."""
+    planned = {key: (t.bytes, t.messages) for key, t in _planned_traffic(config, measured).items()}
+    return planned != measured.sent
+
+
+def _planned_traffic(config: Config, measured: Measured) -> dict[Key, Traffic]:
+    ranks_a_stage = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
+    return by_kind(step_traffic(config, measured.stage, measured.rank % ranks_a_stage))
+
+
 def traffic_lines(config: Config, measured: Measured) -> list[str]:
     """What it handed to collectives in the step, planned and counted, by kind and group."""
-    ranks_a_stage = config.parallel.world_size // config.parallel.pipeline_model_parallel_size
-    planned = by_kind(step_traffic(config, measured.stage, measured.rank % ranks_a_stage))
+    planned = _planned_traffic(config, measured)
     lines = [f"{'sent in a step':<28}{'ranks':>6}{'plan, MiB':>14}{'counted, MiB':>14}{'messages':>10}{'counted':>10}"]
     for key in sorted(planned.keys() | measured.sent.keys()):
         traffic, (size, count) = planned.get(key), measured.sent.get(key, (0, 0))
