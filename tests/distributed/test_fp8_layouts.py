@@ -18,6 +18,7 @@ from tests.distributed.recorder import record
 
 # 48 tokens a rank: 1 x 128 tiles of columns lie across ranks.
 MODEL = LLAMA | {
+    "num_layers": 1,
     "hidden_size": 256,
     "ffn_hidden_size": 256,
     "num_attention_heads": 4,
@@ -104,7 +105,7 @@ def test_weights_are_those_of_one_process_bitwise(pool, name):
     runs = [run_layout(pool, model, layout, 0, observe=weight_operands).extra for layout in (Layout(), SP)]
     for what in ("data", "scales"):
         expected, actual = (assemble([rank[what] for rank in run]) for run in runs)
-        assert len(expected) == 8
+        assert len(expected) == 4
         for weight, tensor in expected.items():
             assert torch.equal(actual[weight], tensor), (what, weight)
 
@@ -211,12 +212,12 @@ def small_maxima(model: dict, layout: Layout, steps: int) -> list[int]:
 
 
 def test_amaxes_of_weights_travel_together(pool):
-    """After a step, those of all eight weights in one message; with a history, all amaxes in one message a step."""
+    """After a step, those of all four weights in one message; with a history, all amaxes in one message a step."""
     first, both = (pool.run_on(2, small_maxima, MODEL | RECIPES["tensorwise"], SP, steps)[0] for steps in (1, 2))
-    assert first.count(8) == 1
-    assert both.count(8) == 2
-    assert len(both) - len(first) == len(first) - 8  # in the first step each weight was asked for alone
+    assert first.count(4) == 1
+    assert both.count(4) == 2
+    assert len(both) - len(first) == len(first) - 4  # in the first step each weight was asked for alone
     delayed = pool.run_on(2, small_maxima, MODEL | RECIPES["delayed"] | {"micro_batch_size": 4}, Layout(tp=2), 2)[0]
     softmax = MODEL["seq_length"] * 4
-    after_first = delayed[delayed.index(24) + 1 :]
-    assert [n for n in after_first if n != softmax] == [24]
+    after_first = delayed[delayed.index(12) + 1 :]
+    assert [n for n in after_first if n != softmax] == [12]

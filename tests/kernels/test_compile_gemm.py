@@ -85,11 +85,9 @@ OUTSIDE_OF_LOOPS = {"1D1D": 2}  # the thread's index, stored before the K loop a
 
 # Each kernel and scaling, both tile sizes, bias, accumulation, E5M2, fast sums, experts' rows and experts' weights.
 QUICK = {
-    "tensorwise small",
     "tensorwise wgrad of E5M2",
     "tensorwise fast",
-    "1D2D",
-    "1D1D bias",
+    "1D2D bias",
     "1D1D accumulate",
     "grouped 1D2D small",
     "grouped wgrad accumulate",

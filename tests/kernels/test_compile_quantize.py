@@ -85,7 +85,6 @@ OTHERS = [(entry, i) for entry, configs in quantize_configs.CONFIGS.items() for 
 QUICK = {
     "rows mxfp8",
     "both of FP32",
-    "both mxfp8",
     "weights",
     "weights mxfp8",
     "tensorwise both",
@@ -94,7 +93,6 @@ QUICK = {
     "derived",
     "transpose",
     "norm both",
-    "norm columns",
     "swiglu both",
     "swiglu gradient kept",
 }

@@ -13,6 +13,7 @@ from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.policy import Policy
 from megafp8.step import Phase, Statistics, StepContext
+from tests.cases import quick
 from tests.core.families import DEEPSEEK, MOE, QWEN2_MOE
 from tests.core.helpers import Sink, batch, make_model, randomize, relative_error
 
@@ -232,7 +233,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", quick([None, *RECIPES], {None, "blockwise", "delayed"}))
 def test_recomputation_changes_no_bit(recipe):
     """CASES 22: a DeepSeek-like model, dropout on; and the same twice gives the same bits."""
     build = {"recipe_of": Policy(get_recipe(recipe))} if recipe else {}
