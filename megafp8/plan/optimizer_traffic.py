@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 
 from megafp8.config import Config
+from megafp8.fp8 import policy
 from megafp8.fp8.primary import orientations, scale_shape
+from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import ROLES
 from megafp8.optimizer.layout import ALIGNMENT, BufferLayout
 from megafp8.plan.rank_parameters import COLUMN, ROW, RankParameter, rank_layouts, rank_parameters
@@ -57,10 +59,8 @@ def _orientations(layout: BufferLayout, config: Config) -> tuple[str, ...]:
     return orientations(_quantizer(layout, config))
 
 
-def _quantizer(layout: BufferLayout, config: Config):
+def _quantizer(layout: BufferLayout, config: Config) -> Quantizer:
     """Of the FP8 primary weights of a buffer, which share one."""
-    from megafp8.fp8 import policy
-
     name = layout.slots[0].name.removesuffix(".weight")
     return policy.from_config(config)(name).quantizer("weight")
 

@@ -71,12 +71,13 @@ class Passes:
     """What a part of the model sends in one microbatch.
 
     forward, backward: in each. tail: of forward, after the last tensor that is kept for backward: a recomputation that
-    ends with this part stops before it.
+    ends with this part stops before it. keeps: whether anything of the part is kept for backward.
     """
 
     forward: list[Traffic] = field(default_factory=list)
     backward: list[Traffic] = field(default_factory=list)
     tail: list[Traffic] = field(default_factory=list)
+    keeps: bool = True
 
     def add(self, where: str, kind: str, group: Group, purpose: str, size: int, messages: int = 1) -> None:
         """size: bytes of all messages together. Nothing goes over a group of one rank."""
@@ -92,9 +93,6 @@ class Passes:
             [t for part in parts for t in part.backward],
             parts[last].tail + [t for part in parts[last + 1 :] for t in (*part.forward, *part.tail)],
         )
-
-    keeps: bool = True
-    """Whether anything of it is kept for backward."""
 
     @property
     def recomputed(self) -> Passes:
