@@ -172,6 +172,11 @@ class Steps:
         self.records += self.trainer._iteration(self.batches)
 
     @property
+    def data_wait_ms(self) -> float:
+        """Mean time of a step so far in which the loop waited for data."""
+        return 1e3 * self.trainer._runner.times.waited / len(self.records)
+
+    @property
     def losses(self) -> list[float]:
         return [line["lm_loss"] for line in read_records(self.records)]
 
@@ -318,7 +323,8 @@ def measure_steps(args: argparse.Namespace, device: torch.device) -> dict[str, d
         times = bench_timing.in_turn({BASE: base.run, recipe: one.run}, device, args.rounds)
         medians = {name: statistics.median(ms) for name, ms in times.items()}
         record = one.record(medians[recipe], medians[BASE], tokens, flops)
-        found[recipe] = looked_into(one, record, args.microbatches) | {"losses": one.run.losses}
+        more = {"data_wait_ms": one.run.data_wait_ms, "losses": one.run.losses}
+        found[recipe] = looked_into(one, record, args.microbatches) | more
         del one
     return found
 

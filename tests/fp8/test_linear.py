@@ -504,3 +504,22 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(layer(x).float().pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         (grad.float().pow(2).sum() + x.sum()).backward()
+
+
+def test_what_was_worked_out_follows_the_linear():
+    """Another recipe, name, plan or device, and it is worked out anew; else it is the same object."""
+    linear = make("blockwise")
+    facts = linear.facts()
+    assert linear.facts() is facts
+    assert facts.grad_wanted[True, True] == {"rowwise", "colwise"}
+    assert facts.scalings["input", False].place == "layer.weight/input"
+    linear.use_recipe(get_recipe("delayed"))
+    assert linear.facts().uses_history
+    assert linear.facts().scalings["weight", False].name == "layer.weight/weight"
+    delayed = linear.facts()
+    linear.name = "other"
+    assert linear.facts().scalings["weight", False].name == "other/weight"
+    assert linear.to("meta").facts().device == torch.device("meta") != delayed.device
+    linear.use_recipe(None)
+    assert linear.facts() is None
+    assert not linear.takes_producer

@@ -28,6 +28,7 @@ def test_both_scopes_from_end_to_end(tmp_path, capsys):
             assert row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["ms"])
             assert {"gemm", "attention", "idle"} <= set(row["breakdown"])
             assert row["breakdown"]["gemm"]["launches"] > 0
+            assert scope == "layers" or row["data_wait_ms"] > 0
     losses = [row["losses"] for row in results["scopes"]["step"].values()]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.05)
     assert losses[0][0] == pytest.approx(5.6, abs=0.3)  # the logarithm of 256
