@@ -17,21 +17,22 @@ run() { # NAME SECONDS ARG...: one call of bench_step; a failure or a lack of ti
     echo "== $name took $((SECONDS - start)) s"
 }
 
-FP8=("blockwise" "tensorwise")
-run layers 110 --scopes layers --recipes bf16 "${FP8[@]}" delayed --png "$out/layers.png"
+FP8=("blockwise" "tensorwise") # what matters most comes first
+run layers 150 --scopes layers --recipes bf16 "${FP8[@]}" delayed --png "$out/layers.png"
 run step 110 --scopes step --recipes bf16 "${FP8[@]}" "blockwise, FP8 weights" "tensorwise, FP8 weights" --rounds 7 \
     --png "$out/step.png"
-run layers-bf16-gradients 60 --scopes layers --gradients bf16 --recipes bf16 "${FP8[@]}" --rounds 7
 run deepseek-v3 60 --preset deepseek-v3 --scopes layers --recipes bf16 blockwise --no-compile --rounds 7
 run qwen3-30b-a3b 70 --preset qwen3-30b-a3b --scopes layers --recipes bf16 blockwise --no-compile --rounds 5
+run layers-bf16-gradients 60 --scopes layers --gradients bf16 --recipes bf16 "${FP8[@]}" --rounds 7 --no-compile
+echo "== crossover"
+timeout 90 python tools/bench_step.py --crossover "$out/crossover.json" --rounds 3 2>"$out/crossover.err" |
+    tee "$out/crossover.txt"
 run llama3-70b 60 --preset llama3-70b --scopes layers --recipes bf16 "${FP8[@]}" --no-compile --rounds 7
-for length in 2048 32768; do
-    run "length-$length" 45 --scopes layers --recipes bf16 "${FP8[@]}" --no-compile --rounds 5 \
-        --flags "--seq-length $length --micro-batch-size $((length < 8192 ? 8192 / length : 1)) --num-layers 3"
-done
 for count in 4 64; do
     run "microbatches-$count" 60 --scopes step --recipes bf16 blockwise --microbatches $count --rounds 2 --warmup 1 \
         --flags "--num-layers 2 --seq-length 2048 --micro-batch-size 1 --vocab-size 32767"
 done
-echo "== crossover"
-timeout 90 python tools/bench_step.py --crossover "$out/crossover.json" --rounds 3 2>"$out/crossover.err" | tee "$out/crossover.txt"
+for length in 2048 32768; do
+    run "length-$length" 45 --scopes layers --recipes bf16 "${FP8[@]}" --no-compile --rounds 5 \
+        --flags "--seq-length $length --micro-batch-size $((length < 8192 ? 8192 / length : 1)) --num-layers 3"
+done
