@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 
 from megafp8.config import Config, with_vocab_size
-from megafp8.core.gpt import build_model
 from megafp8.data import build_tokenizer
-from megafp8.fp8 import DelayedScaling
-from megafp8.optimizer import build_optimizer
-from megafp8.parallel import ParallelContext
-from megafp8.params import specs_in_order
 from megafp8.plan.memory import MemoryPlan, plan_memory
 from megafp8.plan.rank_parameters import rank_parameters
-from megafp8.step import StepContext
 
 RECIPES = {
     "bf16": {"fp8_format": None, "fp8_recipe": None},
@@ -67,6 +61,12 @@ def variants(config: Config) -> dict[str, Config]:
     return found
 
 
+def in_bf16(config: Config) -> Config:
+    """The same job without FP8, whatever else is asked for."""
+    return config.replace(fp8_format=None, fp8_recipe=None, fp8_param_gather=False, moe_fp8_dispatch=False,
+                          moe_fp8_combine_grad=False)  # fmt: skip
+
+
 def comparison_lines(config: Config, device: str = "cpu") -> list[str]:
     """A table: bytes a parameter of weights, FP8 copies, gradients and optimizer in each precision, on a rank of the
     first pipeline stage."""
@@ -99,6 +99,13 @@ def measured_lines(config: Config) -> list[str]:
 
 def measure(config: Config, plan: MemoryPlan, device: torch.device) -> list[str]:
     """Builds the job, and takes two steps on random tokens; CUDA alone."""
+    from megafp8.core.gpt import build_model  # seconds to import, which the other commands don't need
+    from megafp8.fp8 import DelayedScaling
+    from megafp8.optimizer import build_optimizer
+    from megafp8.parallel import ParallelContext
+    from megafp8.params import specs_in_order
+    from megafp8.step import StepContext
+
     before = torch.cuda.memory_allocated(device)
     parallel = ParallelContext()
     model = build_model(config, parallel, device)

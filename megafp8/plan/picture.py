@@ -40,10 +40,13 @@ def draw_memory(plans: Mapping[str, Sequence[MemoryPlan]], output: Path, limit: 
             bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
         if limit is not None:
             axes.axhline(limit / GIB, color="#a50f15", linestyle="--", linewidth=1.2)
-            axes.text(len(held) - 0.5, limit / GIB, "for tensors", color="#a50f15", ha="right", va="bottom", fontsize=8)
+            text = f"a GPU has {limit / GIB:.1f} for tensors"
+            axes.text(len(held) - 0.5, limit / GIB, text, color="#a50f15", ha="right", va="bottom", fontsize=8)
         axes.set(title=f"{title}: peak {max(bottom):.1f} GiB", xlabel="pipeline stage", xlim=(-0.6, len(held) - 0.4))
         axes.set_xticks(range(0, len(held), max(1, len(held) // 16)))
     every[0][0].set_ylabel("GiB a rank")
+    highest = max(plan.total for held in plans.values() for plan in held)
+    every[0][0].set_ylim(0, 1.08 * max(highest, limit or 0) / GIB)
     handles, labels = every[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(output, dpi=120)

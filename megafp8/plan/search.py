@@ -125,7 +125,8 @@ class Search:
             if found is not None:
                 best = sorted([*best, found], key=lambda f: f.forecast.step)[: self.keep]
             step(number + 1, len(order))
-        return best
+        whole = [dataclasses.replace(found, forecast=forecast(found.config, self.cluster)) for found in best]
+        return sorted(whole, key=lambda f: f.forecast.step)
 
     def _bounded(self, precision: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
         """(seconds that a step takes at least, values) of every combination that the rules allow."""
