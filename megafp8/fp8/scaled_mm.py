@@ -13,6 +13,7 @@ from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.storage import QuantizedStorage, gemm_layout
 
 _ALIGN = 16  # rows and columns of FP8 operands
+_BLOCK = 128  # of blockwise scales
 _RECIPES = {
     "tensor": F.ScalingType.TensorWise,
     "1d": F.ScalingType.BlockWise1x128,
@@ -24,6 +25,8 @@ def refuses(a: QuantizedStorage, b: QuantizedStorage, native_mxfp8: bool = False
     """Why cuBLASLt can't multiply these operands; None if it can. native_mxfp8: the device multiplies MXFP8."""
     if Scale.E8M0 in (a.scale, b.scale):
         return None if native_mxfp8 else "this device has no MXFP8 GEMM"
+    if blocks := {a.tile.block, b.tile.block} - {0, _BLOCK}:
+        return f"cuBLASLt takes scale tiles of {_BLOCK}, not {max(blocks)}"
     if a.tile.kind == b.tile.kind == "2d":
         return "2D x 2D scales are no GEMM's"
     on_gpu = a.tile.kind != "tensor" and a.data.device.type == "cuda"

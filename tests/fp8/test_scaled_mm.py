@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megafp8.fp8 import get_recipe, scaled_mm
+from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
+from megafp8.fp8.quantizer import Quantizer
 
 
 def on_meta(storage):
@@ -59,6 +61,8 @@ def test_what_is_refused_says_why():
     assert "both operands are E5M2" in scaled_mm.refuses(e5m2, e5m2)
     assert "E4M3 only" in scaled_mm.refuses(e5m2, e4m3)
     assert "2D x 2D" in scaled_mm.refuses(e4m3, e4m3)
+    fine = Quantizer(OperandSpec(E4M3, Tile("1d", 64), Scale.FP32)).quantize(torch.zeros(16, 128)).rowwise
+    assert "tiles of 128, not 64" in scaled_mm.refuses(fine, e4m3)
     assert (
         scaled_mm.refuses(get_recipe("blockwise").quantizer("input").quantize(torch.zeros(4, 128)).rowwise, e4m3)
         is None
