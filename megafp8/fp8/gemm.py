@@ -231,7 +231,7 @@ def _choose(
     """The backend that multiplies, and why no faster one does. ValueError if `backend` is asked for and can't."""
     device = a.data.device
     can = capability(device)
-    reasons, able = _refusals(can, device, _kind(a), _kind(b), out_dtype, backend)
+    reasons, able, kind = _refusals(can, device, _kind(a), _kind(b), out_dtype, backend)
     if backend in reasons:
         if backend not in able:
             raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
@@ -240,7 +240,7 @@ def _choose(
         return "reference", reasons["cublaslt"] or ""
     if len(able) == 1:
         return able[0], ""
-    kind, weight = triton_gemm.kind(a, b), tuple(b.data.shape)
+    weight = tuple(b.data.shape)
     if fast:
         kind = f"{kind} fast"
     if accumulates:
@@ -260,9 +260,9 @@ def _kind(s: QuantizedStorage) -> _Kind:
 @cache
 def _refusals(
     able: Capability, device: torch.device, a: _Kind, b: _Kind, out_dtype: torch.dtype, backend: str
-) -> tuple[dict[str, str | None], tuple[str, ...]]:
-    """Backend -> why it can't multiply operands of these kinds, None where it can; and those that can. Asked for every
-    GEMM, so answered once."""
+) -> tuple[dict[str, str | None], tuple[str, ...], str | None]:
+    """Backend -> why it can't multiply operands of these kinds, None where it can; those that can; the kind of GEMM.
+    Asked for every GEMM, so answered once."""
     if backend not in BACKENDS:
         raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
     a, b = (_example(kind, device) for kind in (a, b))
@@ -272,7 +272,8 @@ def _refusals(
         "cublaslt": scaled_mm.refuses(a, b, able.native_mxfp8) if able.cublaslt else nothing,
         "triton": triton_gemm.refuses(a, b, out_dtype, able.native_mxfp8) if able.triton else triton,
     }
-    return reasons, tuple(name for name, reason in reasons.items() if reason is None)
+    able_ones = tuple(name for name, reason in reasons.items() if reason is None)
+    return reasons, able_ones, triton_gemm.kind(a, b)
 
 
 def _example(kind: _Kind, device: torch.device) -> QuantizedStorage:

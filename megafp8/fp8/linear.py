@@ -160,7 +160,7 @@ class Linear(nn.Module):
         """
         if producer is None and x.shape[-1] != self.in_features:
             raise ValueError(f"linear {self.name or ''} takes {self.in_features} features, got {tuple(x.shape)}")
-        weight, step = self.weight, self._step(step)
+        weight, bias, step = self.weight, self.bias, self._step(step)
         autocast = torch.is_autocast_enabled(x.device.type)
         args = LinearArgs(
             weight=self._own_weight(),
@@ -178,7 +178,7 @@ class Linear(nn.Module):
             passes_on=passes_on,
         )
         flat = x.dim() == 2
-        y = LinearFunction.apply(x if flat else x.reshape(-1, x.shape[-1]), weight, self.bias, args, *tensors)
+        y = LinearFunction.apply(x if flat else x.reshape(-1, x.shape[-1]), weight, bias, args, *tensors)
         if flat:
             return y
         y, handed_on = y if passes_on else (y, None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -27,6 +28,18 @@ from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, multiply_wgrad, sum_rows
+
+
+def once(backward: Callable) -> Callable:
+    """PyTorch's `once_differentiable` (a gradient of the gradient would silently lack these linears), without its cost
+    to the host where nobody asks for such a gradient."""
+    guarded = once_differentiable(backward)
+
+    @wraps(backward)
+    def run(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return run
 
 
 def pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
@@ -62,7 +75,7 @@ class LinearFunction(torch.autograd.Function):
         return (y, source) if args.passes_on else y
 
     @staticmethod
-    @once_differentiable  # a gradient of the gradient would silently lack this linear
+    @once
     def backward(ctx, dy: Tensor, beside: Tensor | None = None) -> tuple[Tensor | None, ...]:
         args, (own, made) = ctx.args, ctx.counts
         if dy is None:  # only the producer's input was used

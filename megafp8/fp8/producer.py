@@ -77,7 +77,7 @@ class Want:
 
     def store(self, rowwise: tuple[Tensor, Tensor] | None, colwise: tuple[Tensor, Tensor] | None) -> Quantized:
         """What a fused kernel gave: (data, scale_inv) of each orientation."""
-        return Quantized(self.quantizer.store(rowwise, "rowwise"), self.quantizer.store(colwise, "colwise"))
+        return self.quantizer.store_pair(rowwise, colwise)
 
 
 class Gradients(NamedTuple):

@@ -72,7 +72,16 @@ class Quantizer:
         if scale is not None and self.spec.tile.kind != "tensor":
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
         pair = _backend(x.device, self.spec).quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale)
-        return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))
+        return self.store_pair(*pair)
+
+    def store_pair(self, row: tuple[Tensor, Tensor] | None, col: tuple[Tensor, Tensor] | None) -> Quantized:
+        """(data, scale_inv) of each orientation as storage."""
+        tile, scale = self.spec.tile, self.spec.scale
+        if row is not None:
+            row = QuantizedStorage(row[0], gemm_layout(row[1], tile), tile, scale, "rowwise")
+        if col is not None:
+            col = QuantizedStorage(col[0], gemm_layout(col[1], tile), tile, scale, "colwise")
+        return Quantized(row, col)
 
     def store(
         self, stored: tuple[Tensor, Tensor] | None, orientation: str, counts: tuple[int, ...] | None = None
