@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.util import find_spec
 
 from megafp8.config import Config, parse_args
 
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    if find_spec("torch") is None:
+        return mistake(ValueError(f"{sys.executable} has no torch; make venv, then source .venv/bin/activate"))
     try:
         config = parse_args(argv)
         # Imported after the flags are checked: a mistake is told before torch takes its seconds to load.

@@ -24,6 +24,9 @@ import sys
 from pathlib import Path
 
 from megafp8.config.tool_parser import ToolParser
+from megafp8.config.validate import require_checkpoints
+
+AXES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 
 
 def add_load_and_data(parser: argparse.ArgumentParser, valid_help: str) -> None:
@@ -48,8 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     layout = parser.add_argument_group(
         "layout, under torchrun (default: 1 each; the other processes share the samples)"
     )
-    for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor"):
-        layout.add_argument(f"--{name}-parallel-size", type=int, metavar="N", help="as in training")
+    for axis in AXES:
+        flag = f"--{axis.replace('_', '-')}-parallel-size"
+        layout.add_argument(flag, type=int, metavar="N", help="as in training")
     return parser
 
 
@@ -101,33 +105,36 @@ def open_sets(args: argparse.Namespace, trained) -> tuple[dict, object]:
 
 
 def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """The layout flags that were given. ValueError for one below 1."""
-    from megafp8.training.evaluation import LAYOUT
+    """The layout flags that were given."""
+    names = [f"{axis}_parallel_size" for axis in AXES]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
-    sizes = {name: getattr(args, name) for name in LAYOUT if getattr(args, name) is not None}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {size}: give 1 or more")
-    return sizes
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for what is wrong with flags and files, before torch takes its seconds to load."""
+    from megafp8.data import IndexedDataset
+    from megafp8.data.cache import writable_directory
+
+    for name in ("micro_batch_size", "max_samples", *layout_sizes(args)):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+    require_checkpoints(args.load)
+    if args.output and not writable_directory(args.output.parent):
+        raise ValueError(f"--output {args.output}: can't write there; give another file")
+    for prefix in (value for prefixes in named_prefixes(args).values() for value in prefixes):
+        if not re.fullmatch(r"[0-9.e-]+", prefix):  # a blend's weight
+            IndexedDataset(prefix)
 
 
 def evaluate_all(args: argparse.Namespace) -> tuple[dict[str, dict[str, float]], object]:
     """Results by name, and the layout that they were computed in."""
     from tqdm import tqdm
 
-    from megafp8.data import IndexedDataset
-    from megafp8.data.cache import writable_directory
     from megafp8.training.build import pick_device
     from megafp8.training.evaluation import arrange, evaluate_set
     from megafp8.training.inference import load_trained
 
-    if args.max_samples is not None and args.max_samples < 1:
-        raise ValueError(f"--max-samples {args.max_samples}: give 1 or more, or leave it out for all")
-    if args.output and not writable_directory(args.output.parent):
-        raise ValueError(f"--output {args.output}: can't write there; give another file")
-    for prefix in (value for prefixes in named_prefixes(args).values() for value in prefixes):
-        if not re.fullmatch(r"[0-9.e-]+", prefix):  # a blend's weight
-            IndexedDataset(prefix)  # told before the model is loaded
     sizes = layout_sizes(args)
     trained = load_trained(
         args.load,
@@ -180,6 +187,7 @@ def publish(path: Path, content: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
+        check(args)
         results, parallel = evaluate_all(args)
         if parallel.is_first:
             print(table(results))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from megafp8.config.tool_parser import ToolParser
+from megafp8.config.validate import require_checkpoints
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         check(args)
+        require_checkpoints(args.load)
         from megafp8.training.build import pick_device
         from megafp8.training.inference import generate, load_trained
 

@@ -17,6 +17,10 @@ job() {
     NNODES=${SLURM_JOB_NUM_NODES:-${NNODES:-$2}}
     # Slurm names the GPUs of this node alone; all nodes are alike.
     GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$3}}
+    if ! [[ $NNODES =~ ^[1-9][0-9]*$ && $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]]; then
+        echo "$JOB_NAME: NNODES=$NNODES, GPUS_PER_NODE=$GPUS_PER_NODE: give numbers, 1 or more" >&2
+        exit 2
+    fi
     WORLD=$((NNODES * GPUS_PER_NODE))
     RUN_DIR=${RUN_DIR:-$root/runs/$JOB_NAME}
     RUN=(--log-dir "$RUN_DIR" --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints")
@@ -57,6 +61,7 @@ launch() {
         export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
         exec "${PYTHON:-python}" "$root/pretrain_gpt.py" "$@"
     fi
+    JOB_NAME=$JOB_NAME WORLD_SIZE=$WORLD "${PYTHON:-python}" "$lib/check_flags.py" "$@" || exit 2
     mkdir -p "$RUN_DIR"
     if [ -n "${SLURM_JOB_ID:-}" ]; then
         launch_slurm "$@"

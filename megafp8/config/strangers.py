@@ -19,7 +19,7 @@ MENDS = {
     **dict.fromkeys(("local-rank", "rank", "world-size"), "torchrun sets it in the environment; leave it out"),
     **dict.fromkeys(("per-device-train-batch-size", "train-micro-batch-size-per-gpu", "train-micro-batch-size"),
                     "give --micro-batch-size, the samples that a rank computes at once"),
-    **dict.fromkeys(("batch-size", "train-batch-size"), "give --global-batch-size, and --micro-batch-size of a rank"),
+    **dict.fromkeys(("train-batch-size", "global-batch"), "give --global-batch-size, and --micro-batch-size of a rank"),
     **dict.fromkeys(("gradient-accumulation-steps", "grad-accum-steps"),
                     "follows from --global-batch-size / (--micro-batch-size x data-parallel ranks); give that one"),
     "learning-rate": "give --lr",

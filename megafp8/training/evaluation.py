@@ -21,20 +21,14 @@ from megafp8.data import Batch, MaskOptions, build_loader
 from megafp8.training.inference import TrainedModel
 from megafp8.training.step import evaluation_totals
 
-LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
 _KEPT = ("moe_", "distributed_")  # parallel fields that a run's evaluation shares with its training
 
 
 def arrange(config: Config, sizes: Mapping[str, int], micro_batch_size: int, env=os.environ) -> Config:
     """A run's configuration in the layout of an evaluation.
 
-    sizes: of LAYOUT's axes; what is missing is 1, whatever the run had. Data parallelism takes the rest of WORLD_SIZE.
+    sizes: e.g. tensor_model_parallel_size; what is missing is 1, whatever the run had. Data parallelism takes the rest
+    of WORLD_SIZE.
     Raises ValueError when they don't fit the model or the processes.
     """
     world = int(env.get("WORLD_SIZE", "1"))

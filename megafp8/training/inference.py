@@ -58,11 +58,6 @@ def load_trained(
     Raises ValueError, in one line, when there is no such checkpoint, it is damaged, or its tokenizer is another one.
     """
     found = find_checkpoint(load, step)
-    if found is None and (Path(load) / "config.json").is_file():
-        raise ValueError(
-            f"--load {load}: a Hugging Face model, not a checkpoint; tools/convert_checkpoint.py from-hf --hf {load} "
-            "--save DIR makes one"
-        )
     if found is None:
         raise ValueError(f"--load {load}: no checkpoint there; give a directory written by --save")
     config = Config.from_dict(found.metadata["args"])

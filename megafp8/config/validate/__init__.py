@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from megafp8.config.config import Config
 from megafp8.config.validate import data, experts, fp8, latent, logging, model, one_rank, pipeline, schedule, training
-from megafp8.config.validate.files import check_files
+from megafp8.config.validate.files import check_files, require_checkpoints
 from megafp8.config.validate.idle import idle_notes
 from megafp8.config.validate.limits import check_limits
 
-__all__ = ["CHECKS", "check", "check_files", "check_limits", "idle_notes"]
+__all__ = ["CHECKS", "check", "check_files", "check_limits", "idle_notes", "require_checkpoints"]
 
 CHECKS: tuple[Callable[[Config], str | None], ...] = (
     model.heads,

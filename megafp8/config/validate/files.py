@@ -3,7 +3,7 @@
 import sys
 from glob import escape
 from importlib.util import find_spec
-from os.path import isfile  # Path's raises an error for a name that is too long
+from os.path import isdir, isfile  # Path's raises an error for a name that is too long
 from pathlib import Path
 
 from megafp8.config.config import Config, flag_of
@@ -37,11 +37,8 @@ def check_files(config: Config) -> None:
     load = config.checkpoint.load
     if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
-    if load and _is_foreign_model(Path(load)):
-        raise ValueError(
-            f"--load {load}: a Hugging Face model, not a checkpoint; tools/convert_checkpoint.py from-hf --hf {load} "
-            "--save DIR makes one"
-        )
+    if load:
+        check_no_foreign_model(load)
 
 
 def _installed(package: str) -> bool:
@@ -52,8 +49,19 @@ def _installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _is_foreign_model(directory: Path) -> bool:
-    return isfile(directory / "config.json") and not any(directory.glob("iter_*"))
+def require_checkpoints(load: str) -> None:
+    """ValueError when `--load` is no directory, or a Hugging Face model: what a tool can tell before torch loads."""
+    check_no_foreign_model(load)
+    if not isdir(load):
+        raise ValueError(f"--load {load}: no such directory; give one written by --save")
+
+
+def check_no_foreign_model(load: str) -> None:
+    if isfile(Path(load) / "config.json") and not any(Path(load).glob("iter_*")):
+        raise ValueError(
+            f"--load {load}: a Hugging Face model, not a checkpoint; tools/convert_checkpoint.py from-hf --hf {load} "
+            "--save DIR makes one"
+        )
 
 
 def _check_prefix(flag: str, prefix: str) -> None:
