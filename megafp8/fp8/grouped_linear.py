@@ -5,8 +5,9 @@
     wgrad   dW[g]        += Q(dY)[rows of g].T @ Q(X)[rows of g]        FP32, into the sink's buffers
 
 Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
-tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. Sizes stay on the device. Rows
-past the last end are nobody's: they may hold anything, and no GEMM reads them.
+tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor no rows
+are filled in: each linear's have a scale of their own (`expert_scales.py`). Sizes stay on the device. Rows past the
+last end are nobody's: they may hold anything, and no GEMM reads them.
 
 What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
 """
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megafp8.fp8 import gemm, grouped_matmul
+from megafp8.fp8 import expert_scales, gemm, grouped_matmul
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import Remade, pick, produce, to_save
 from megafp8.fp8.producer import Producer, Want
-from megafp8.fp8.recipe import Recipe
+from megafp8.fp8.quantizer import Quantizer
+from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import WeightStack, stacked
@@ -44,28 +46,37 @@ class GroupedArgs(LinearArgs):
     alignment: int = 1
 
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
-        return Want(self.recipe.quantizer("input"), rowwise, colwise)
+        quantizer = self.recipe.quantizer("input")
+        return None if quantizer.spec.tile.kind == "tensor" else Want(quantizer, rowwise, colwise)
+
+    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool) -> Quantized:
+        """All linears' rows."""
+        quantizer = self.recipe.quantizer(role)
+        if quantizer.spec.tile.kind == "tensor":
+            return expert_scales.quantize(quantizer, x, self.ends, rowwise, colwise)
+        return quantizer.quantize(x, rowwise, colwise)
 
     def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
         """Shows each linear's rows to the step's observer, if any; that waits for the number of rows."""
         if self.step is None or self.step.observer is None:
             return
         value, whole, start = x(), quantized.rowwise, 0
-        for name, end in zip(self.names, self.ends.tolist(), strict=True):
+        for number, (name, end) in enumerate(zip(self.names, self.ends.tolist(), strict=True)):
             rows = slice(start, end)
-            own = replace(whole, data=whole.data[rows], scale_inv=whole.scale_inv[rows])
+            scales = slice(number, number + 1) if whole.tile.kind == "tensor" else rows
+            own = replace(whole, data=whole.data[rows], scale_inv=whole.scale_inv[scales])
             self.step.observer.see(f"{name}/{role}", None if value is None else value[rows], Quantized(own))
             start = end
 
 
 def can_group(linears: Sequence[Linear]) -> bool:
-    """Whether these linears run as one: alike, and with tiles that rows of zeros can keep apart."""
+    """Whether these linears run as one: alike, and with scales that can be kept apart."""
     first = linears[0]
     recipes = {linear.recipe for linear in linears}
     alike = len(recipes) == 1 and all(linear.weight.shape == first.weight.shape for linear in linears)
     plain = all(linear.bias is None and linear.comm.grid is None for linear in linears)
     trained = len({linear.weight.requires_grad for linear in linears}) == 1
-    return alike and plain and trained and runs_grouped(first.recipe)
+    return alike and plain and trained and (runs_grouped(first.recipe) or _own_scales(first))
 
 
 def runs_grouped(recipe: Recipe | None) -> bool:
@@ -73,10 +84,19 @@ def runs_grouped(recipe: Recipe | None) -> bool:
     return recipe is None or (recipe.tiles["input"], recipe.tiles["grad_output"]) == ("1d", "1d")
 
 
+def _own_scales(linear: Linear) -> bool:
+    """Whether a linear has one scale a tensor, made from this rank's values of it alone."""
+    recipe = linear.recipe
+    if recipe is None or recipe.uses_history or set(recipe.tiles.values()) != {"tensor"}:
+        return False
+    scalings = linear.facts().scalings
+    return all(scalings[role, False].cut is None for role in ROLES)
+
+
 def rows_alignment(linears: Sequence[Linear]) -> int:
     """Rows that the linears' tiles span."""
     recipe = linears[0].recipe
-    return 1 if recipe is None else recipe.block
+    return recipe.block if recipe is not None and runs_grouped(recipe) else 1
 
 
 class GroupedLinear:
@@ -92,6 +112,16 @@ class GroupedLinear:
         if self._stack is None or not self._stack.is_of(owners):
             self._stack = WeightStack(owners)
         return self._stack
+
+    @property
+    def row_quantizer(self) -> Quantizer | None:
+        """What quantizes the rows of the input one by one, wherever they are; None where it takes all of a linear's."""
+        recipe = self.linears[0].recipe
+        return recipe.quantizer("input") if recipe is not None and runs_grouped(recipe) else None
+
+    def grad_want(self, step: StepContext | None) -> Want | None:
+        """How the gradient of the output is wanted; None: in high precision."""
+        return None if self.row_quantizer is None else self.linears[0].grad_want(step)
 
     def __call__(
         self,
@@ -177,8 +207,9 @@ def _fprop_fp8(
     value = None
     if given is None:
         colwise, value = needs_wgrad and orientation == "colwise" and not remakes, x
-        given = args.recipe.quantizer("input").quantize(x, True, colwise)
-    if args.producer is None and args.step is not None and args.step.records:  # a producer's value has been shown
+        given = args.quantize("input", x, True, colwise)
+    shown = args.producer is not None and value is None  # a producer's bytes have been shown
+    if not shown and args.step is not None and args.step.records:
         args.observe("input", given, lambda: value)
     weight, fast = args.stack.operand("fprop"), args.recipe.fast_accumulation
     y = gemm.grouped_fprop(given.rowwise, weight, args.ends, args.dtype, args.backend, fast)
@@ -209,10 +240,7 @@ def _backward_fp8(
     if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
         quantized, value = dy.quantized, getattr(dy, "observed_value", None)
     else:
-        quantized, value = (
-            args.recipe.quantizer("grad_output").quantize(dy, "rowwise" in wanted, "colwise" in wanted),
-            dy,
-        )
+        quantized, value = args.quantize("grad_output", dy, "rowwise" in wanted, "colwise" in wanted), dy
     if quantized.rowwise is not None and args.step is not None and args.step.training:
         args.observe("grad_output", quantized, lambda: value)
     dx, others = None, ()
@@ -226,6 +254,9 @@ def _backward_fp8(
             x = x.again()
     if not needs_wgrad:
         return dx, None, others
+    if isinstance(x, Tensor):
+        orientation = args.needs("input")["wgrad"]
+        x = pick(args.quantize("input", x, orientation == "rowwise", orientation == "colwise"), orientation)
     grad_output, alignment, backend = pick(quantized, needs["wgrad"]), args.alignment, args.backend
 
     def wgrad(out: Tensor | None) -> Tensor:

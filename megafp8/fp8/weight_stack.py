@@ -8,11 +8,12 @@ a stack of them is a view; elsewhere it is a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import gemm
+from megafp8.fp8 import expert_scales, gemm
 from megafp8.fp8.backend import transpose_each
 from megafp8.fp8.param import Weight
 from megafp8.fp8.recipe import Recipe
@@ -82,11 +83,16 @@ class WeightStack:
         tile = quantizer.spec.tile
         if orientation == "colwise" and tile.symmetric:
             row = self.operand("fprop")
-            scales = row.scale_inv.transpose(1, 2).contiguous()
+            scales = row.scale_inv if tile.kind == "tensor" else row.scale_inv.transpose(1, 2).contiguous()
             return QuantizedStorage(transpose_each(row.data), scales, tile, row.scale, "colwise")
         if self.weights[0].primary is not None:
             return self._of_primary(orientation)
         values = self.values(self.params[0].dtype)
+        if tile.kind == "tensor":
+            count, rows = values.shape[:2]
+            ends = torch.arange(rows, (count + 1) * rows, rows, dtype=torch.int32, device=values.device)
+            row = expert_scales.quantize(quantizer, values.flatten(0, 1), ends).rowwise
+            return replace(row, data=row.data.unflatten(0, (count, rows)))
         whole_tiles = tile.kind == "1d" or values.shape[1] % tile.block == 0
         if orientation == "rowwise" and whole_tiles and values.is_contiguous():
             row = quantizer.quantize(values.flatten(0, 1)).rowwise  # no tile lies in two weights
@@ -100,6 +106,7 @@ class WeightStack:
         """Of FP8 primary weights: the stored bytes, which the colwise copy transposes."""
         data = [weight.primary.data[orientation] for weight in self.weights]
         scales = stack_bytes([weight.primary.scale_inv[orientation] for weight in self.weights])
+        scales = scales.flatten() if self.recipe.quantizer("weight").spec.tile.kind == "tensor" else scales
         view = stacked(data)
         together = stack_bytes(data) if view is None else view
         if orientation == "colwise":

@@ -1,5 +1,7 @@
 """Grouped linears against the same linears one by one, on the same rows: the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, travel
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import stacked
+from megafp8.parallel import Axis
 from megafp8.params import Init, ParamSpec
 from megafp8.step import StepContext
 
@@ -19,6 +22,7 @@ RECIPES = {
     "fp32 scales": get_recipe("blockwise", power_of_two_scales=False),
     "1d weights": get_recipe("blockwise", weight_tile="1d"),
     "mxfp8": get_recipe("mxfp8"),
+    "tensorwise": get_recipe("tensorwise"),
 }
 
 
@@ -35,7 +39,7 @@ def linears(recipe) -> list[Linear]:
 
 def filled(recipe) -> tuple[list[int], int]:
     """Rows of each group with its filling, and the alignment."""
-    block = 1 if recipe is None else recipe.block
+    block = 1 if recipe is None or "tensor" in recipe.tiles.values() else recipe.block
     return [-(-count // block) * block for count in COUNTS], block
 
 
@@ -146,8 +150,12 @@ def test_a_view_where_weights_lie_at_one_distance():
 
 
 def test_what_is_not_grouped():
-    for recipe in ("tensorwise", "delayed"):
-        assert not can_group(linears(get_recipe(recipe)))
+    assert not can_group(linears(get_recipe("delayed")))  # a history each
+    cut = linears(RECIPES["tensorwise"])
+    assert can_group(cut)
+    for linear in cut:
+        linear.comm = replace(linear.comm, axis=Axis(2), kind="row")
+    assert not can_group(cut)  # other ranks' values count for the scale
     assert not can_group(linears(get_recipe("blockwise", weight_tile="1d", input_tile="2d")))
     mixed = linears(RECIPES["blockwise"])
     mixed[1].use_recipe(None)
@@ -206,7 +214,7 @@ class Seen(dict):
         self[place] = x, quantized
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "tensorwise"])
 def test_an_observer_sees_each_linears_rows(name):
     recipe = RECIPES[name]
     made, (room, alignment) = linears(recipe), filled(recipe)
