@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megafp8.fp8 import Linear, get_recipe
+from megafp8.fp8 import Linear, expert_scales, get_recipe
 from megafp8.fp8.grouped_linear import GroupedLinear, can_group
 from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, travels, unpack
 from megafp8.fp8.storage import Quantized, QuantizedStorage
@@ -180,6 +180,24 @@ def test_rows_are_the_same_whenever_they_are_quantized(name):
     for got in (direct, travelled):
         assert same(got.rowwise, whole.rowwise)
         assert same(got.colwise, quantizer.derive_colwise(whole.rowwise))
+
+
+@pytest.mark.parametrize("axes", [{}, {"power_of_two_scales": True}, {"amax_epsilon": 0.01}], ids=str)
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_experts_with_one_scale_each_have_their_own_bytes(role, axes, monkeypatch):
+    """Those of each expert alone; without asking for their sizes, whatever lies past the last, NaN and Inf included."""
+    quantizer = get_recipe("tensorwise", **axes).quantizer(role)
+    ends, x = torch.tensor(COUNTS).cumsum(0).int(), torch.randn(sum(COUNTS) + 5, IN).bfloat16()
+    x[0] *= 1e-4
+    x[3, 5:7] = torch.tensor([torch.inf, torch.nan])
+    x[sum(COUNTS) :] = torch.nan
+    want = quantizer.quantize_grouped(x[: sum(COUNTS)], COUNTS)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("waited"))
+    got = expert_scales.quantize(quantizer, x, ends, True, True)
+    for own, other, dim in ((got.rowwise, want.rowwise, 0), (got.colwise, want.colwise, 1)):
+        data = own.data.view(torch.uint8).narrow(dim, 0, sum(COUNTS))
+        assert torch.equal(data, other.data.view(torch.uint8))
+        assert torch.equal(own.scale_inv, other.scale_inv)
 
 
 def same(a: QuantizedStorage, b: QuantizedStorage) -> bool:

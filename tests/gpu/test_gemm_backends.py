@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafp8.fp8 import gemm, get_recipe, grouped_matmul, triton_gemm
+from megafp8.fp8 import expert_scales, gemm, get_recipe, grouped_matmul, triton_gemm
 from tests.fp8.test_grouped_gemm import ends_of, error, operands, random, stacked, with_extra
 from tests.gpu.waiting import no_waiting
 from tests.training import runs
@@ -111,6 +111,54 @@ def test_nothing_waits_for_the_device(recipe):
         gemm.grouped_fprop(storages[0], weights[0], ends, backend="triton")
         gemm.grouped_dgrad(storages[2], weights[1], ends, backend="triton")
         gemm.grouped_wgrad(storages[3], storages[1], ends, None, 128, "triton")
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 37, 130], [0, 0, 0], [128, 0, 256]], ids=str)
+def test_experts_in_mxfp8_run_as_one(counts):
+    """CASES 11, 12, 13: decoded in the kernel, or by block-scaled tensor cores; as the reference, without waiting."""
+    recipe, ends = get_recipe("mxfp8"), ends_of(counts).cuda()
+    x, dy, w = operands(recipe, counts)
+    weights = {o: moved(stacked([getattr(q, o) for q in w])) for o in ("rowwise", "colwise")}
+    rows, grads = moved(with_extra(x.rowwise, 0)), moved(with_extra(dy.rowwise, 0))
+    columns = moved(with_extra(dy.colwise, 1)), moved(with_extra(x.colwise, 1))
+    out = torch.full((len(counts), N, K), 0.5, device="cuda")
+
+    def run():
+        y = gemm.grouped_fprop(rows, weights["rowwise"], ends)
+        return (
+            y,
+            gemm.grouped_dgrad(grads, weights["colwise"], ends),
+            gemm.grouped_wgrad(*columns, ends, out.fill_(0.5)),
+        )
+
+    run()  # compiles
+    with no_waiting():
+        y, dx, dw = run()
+    start = 0
+    for g, end in enumerate(ends.tolist()):
+        weight, some = w[g].rowwise.dequantize(torch.float64), slice(start, end)
+        if end > start:
+            assert error(y[some].cpu(), x.rowwise.dequantize(torch.float64)[some] @ weight.t()) < 2e-3
+            assert error(dx[some].cpu(), dy.rowwise.dequantize(torch.float64)[some] @ weight) < 2e-3
+        want = dy.colwise.dequantize(torch.float64)[:, some] @ x.colwise.dequantize(torch.float64)[:, some].t()
+        assert error(dw[g].cpu(), 0.5 + want) < 2e-4
+        start = end
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_rows_of_experts_with_one_scale_each(power_of_two):
+    """The bytes of the reference, both orientations, without waiting for the experts' sizes."""
+    quantizer = get_recipe("tensorwise", power_of_two_scales=power_of_two).quantizer("grad_output")
+    counts, x = [130, 0, 7, 300], random(450, K, seed=1).cuda()
+    x[437:] = float("nan")
+    ends = ends_of(counts).cuda()
+    expert_scales.quantize(quantizer, x, ends, True, True)  # compiles
+    with no_waiting():
+        got = expert_scales.quantize(quantizer, x, ends, True, True)
+    want = quantizer.quantize_grouped(x[:437].cpu(), counts)
+    for own, other, dim in ((got.rowwise, want.rowwise, 0), (got.colwise, want.colwise, 1)):
+        assert torch.equal(own.data.view(torch.uint8).narrow(dim, 0, 437).cpu(), other.data.view(torch.uint8))
+        assert torch.equal(own.scale_inv.cpu(), other.scale_inv)
 
 
 @pytest.mark.parametrize("counts", [[1, 0, 37, 130], [0, 0, 0], [128, 0, 256]], ids=str)
