@@ -6,7 +6,8 @@ are given stay. FP8 weights are primary where the layout allows it.
 
 Combinations are tried in the order of a time that none of them can beat (computation, and the messages of its layers,
 on the busiest rank); once that is longer than the worst of the best so far, the rest is left out: what is found is what
-trying all would find. Those whose weights and gradients alone are too large are left out as well.
+trying all would find, the best of each set of sizes. Those whose weights and gradients alone are too large are left out
+as well.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ PIPELINE_FLAGS = {
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 }
 ALWAYS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-MICRO_BATCHES, VIRTUAL, LONG = (1, 2, 4), (1, 2, 3, 4, 6, 8), 32768
+AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+        "context_parallel_size")  # fmt: skip
+MICRO_BATCHES, VIRTUAL, LONG = (1, 2, 4), (1, 2, 4, 8), 32768
 """Tried sizes, and the sequence length in tokens from which context parallelism is tried."""
 
 
@@ -115,17 +118,23 @@ class Search:
         return job
 
     def run(self, precision: Mapping[str, Any], step: Callable[[int, int], object] = lambda a, b: None) -> list[Found]:
-        """Returns the fastest layouts in one precision, best first. step: told (number, of) of the tried."""
-        best: list[Found] = []
+        """Returns the fastest layouts in one precision, best first, of the same sizes of all axes the best one only.
+
+        step: told (number, of) of the tried.
+        """
+        best: dict[tuple, Found] = {}
         order = sorted(self._bounded(precision), key=lambda pair: pair[0])
         for number, (bound, values) in enumerate(order):
-            if len(best) == self.keep and bound >= best[-1].forecast.step:
+            if len(best) == self.keep and bound >= max(f.forecast.step for f in best.values()):
                 break
-            found = self._lightest(values)
-            if found is not None:
-                best = sorted([*best, found], key=lambda f: f.forecast.step)[: self.keep]
+            axes = tuple(values.get(name, 1) for name in AXES)
+            if axes not in best or bound < best[axes].forecast.step:
+                found = self._lightest(values)
+                if found is not None and (axes not in best or found.forecast.step < best[axes].forecast.step):
+                    best[axes] = found
+                    best = dict(sorted(best.items(), key=lambda pair: pair[1].forecast.step)[: self.keep])
             step(number + 1, len(order))
-        whole = [dataclasses.replace(found, forecast=forecast(found.config, self.cluster)) for found in best]
+        whole = [dataclasses.replace(f, forecast=forecast(f.config, self.cluster)) for f in best.values()]
         return sorted(whole, key=lambda f: f.forecast.step)
 
     def _bounded(self, precision: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -245,6 +254,8 @@ class Search:
         return None
 
     def _checked(self, values: dict[str, Any]) -> Config | None:
+        if values.get("expert_model_parallel_size", 1) == 1 and "moe_fp8_dispatch" not in self.given:
+            values = {name: value for name, value in values.items() if name != "moe_fp8_dispatch"}  # nothing travels
         try:
             config = self.config(values)
         except ValueError as error:

@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from megafp8.core.gpt import GPTModel, build_model
+from megafp8.core.pipeline.schedules import rank_actions
 from megafp8.fp8 import get_recipe
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, fake_parallel
 from megafp8.params import named_specs
-from megafp8.plan.activations import by_module
+from megafp8.plan.activations import Activation, LayerKinds, Phase, by_module, peak_of
+from megafp8.plan.in_flight import ChunkBytes, most_held
 from megafp8.plan.layer_activations import quantized_bytes
 from megafp8.plan.memory import plan_memory
+from megafp8.plan.shapes import LayerShape
+from megafp8.plan.transients import CORE, backward_bytes
+from megafp8.plan.transients import MLP as MLP_PART
 from megafp8.step import StepContext
 from tests.plan import variants
 
@@ -202,6 +207,42 @@ def test_llama_8b_layer(make):
 
     assert layer_mib(bf16=True) == pytest.approx(1088, abs=2)
     assert layer_mib(bf16=True, fp8_format="e4m3") == pytest.approx(803, abs=2)
+
+
+def test_temporaries_of_a_llama_8b_layer(make):
+    """8192 tokens, counted by hand in MiB: when fc2's dX becomes fc1's dY there are G 64 and dX [T f] 224; in FP8 dY in
+    two directions 64, fc1's dY as bytes in two directions 448 and fc2's input again 112; in BF16 fc1's dY 448."""
+    sizes = {
+        "num_layers": 1, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+        "num_query_groups": 8, "micro_batch_size": 2, "seq_length": 4096, "bf16": True,
+    }  # fmt: skip
+    for flags, mib in (({}, 64 + 224 + 448), ({"fp8_format": "e4m3"}, 64 + 64 + 224 + 448 + 112)):
+        plan = LayerKinds(make("llama", **sizes | flags))(LayerShape("layers.0", False)).plan()
+        assert backward_bytes(plan, MLP_PART) == mib << 20
+        # Core attention: G, d(output), dq, dk and dv, and the FP32 sum of dq are more than what proj holds.
+        assert backward_bytes(plan, CORE) == (64 + 64 + 64 + 2 * 16 + 128) << 20
+
+
+def test_the_peak_is_in_the_part_that_holds_most():
+    """Backward frees a part after the other, the last first: 30 + 5, 20 + 30 and 10 + 60."""
+    phases = [Phase((Activation("x", "", 10),), backward=extra) for extra in (60, 30, 5)]
+    assert peak_of(phases) == (70, "gradients")
+    assert peak_of(phases[1:]) == (40, "gradients")
+    assert peak_of([Phase((Activation("x", "", 1),), again=50, backward=5, what="again")]) == (56, "again")
+
+
+def test_microbatches_in_flight_follow_the_schedule():
+    """1F1B on the first of 4 ranks holds 4; deferred weight gradients of zero-bubble come on top, up to their limit."""
+    chunk = ChunkBytes(kept=100, extra=7, what="gradients", deferred=10)
+    plain = most_held(rank_actions("1f1b", 0, 4, 1, 8), [chunk])
+    assert (plain.held, plain.pairs, plain.extra.bytes, plain.microbatches) == (400, 4, 7, 4)
+    assert most_held(rank_actions("gpipe", 0, 4, 1, 8), [chunk]).held == 800
+    last = rank_actions("zero-bubble", 3, 4, 1, 8)
+    assert most_held(last, [chunk]).held == 100 + 3 * 10
+    assert most_held(last, [chunk], wgrad_limit=15).held == 100 + 15
+    small = ChunkBytes(kept=1, extra=500, what="loss")
+    two = most_held(rank_actions("1f1b", 1, 2, 2, 4), [chunk, small])
+    assert two.extra.what == "loss"
 
 
 def test_total_is_the_sum(make):
