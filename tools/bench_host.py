@@ -90,7 +90,7 @@ class _Quantize:
     """The kernels of `quantize`."""
 
     @staticmethod
-    def quantize(x, spec, rowwise, colwise, *scaling):
+    def quantize(x, spec, rowwise, colwise, *scaling, **more):
         return _pair(x, spec, rowwise, colwise)
 
     @staticmethod

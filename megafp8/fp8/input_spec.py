@@ -68,9 +68,27 @@ class Scaling:
         note = partial(history.record, self.name) if record else None
         return Want(self.quantizer, rowwise, colwise, scale=scale, record=note)
 
-    def quantize(self, x: Tensor, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool) -> Quantized:
-        """record: whether this is the step's first look at the tensor: for the history, and for the observer."""
-        quantized = self._quantize(x, rowwise, colwise, step, record)
+    def measures(self, step: StepContext | None) -> bool:
+        """Whether the scale comes from the tensor's own amax, which this rank has whole: then it can be kept."""
+        return self.quantizer.spec.tile.kind == "tensor" and self.cut is None and self.history(step) is None
+
+    def quantize(
+        self,
+        x: Tensor,
+        rowwise: bool,
+        colwise: bool,
+        step: StepContext | None,
+        *,
+        record: bool,
+        amax: Tensor | None = None,
+        amax_out: Tensor | None = None,
+    ) -> Quantized:
+        """record: whether this is the step's first look at the tensor: for the history, and for the observer. Where it
+        `measures`: amax, FP32 [1], that was kept; amax_out, which receives it."""
+        if amax is None and amax_out is None:
+            quantized = self._quantize(x, rowwise, colwise, step, record)
+        else:
+            quantized = self.quantizer.quantize(x, rowwise, colwise, amax=amax, amax_out=amax_out)
         observer = step.observer if record and step is not None else None
         if observer is not None and self.place is not None:
             padded = self.cut == "features" and self.grid is not None and rowwise

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +112,13 @@ def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) ->
     return value, made if args.keep else ()
 
 
+class Measured(NamedTuple):
+    """An input that is kept in high precision and quantized again in backward, with its amax from forward."""
+
+    value: Tensor
+    amax: Tensor
+
+
 @dataclass(frozen=True)
 class Remade:
     """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again.
@@ -161,12 +169,14 @@ class Remade:
         return pick(value, self.args.needs("input")["wgrad"]) if isinstance(value, Quantized) else value
 
 
-def to_save(kept: Tensor | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
+def to_save(kept: Tensor | Measured | QuantizedStorage | None) -> tuple[tuple[Tensor, ...], Callable]:
     """The tensors of what is kept, for autograd to hold, and how to put them together again (holding none)."""
     if kept is None:
         return (), lambda: None
     if isinstance(kept, Tensor):
         return (kept,), lambda x: x
+    if isinstance(kept, Measured):
+        return tuple(kept), Measured
     tile, scale, orientation = kept.tile, kept.scale, kept.orientation
     return (kept.data, kept.scale_inv), lambda data, scale_inv: QuantizedStorage(
         data, scale_inv, tile, scale, orientation
@@ -207,18 +217,20 @@ def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[
 
 def _fprop_fp8(
     x: Tensor | Quantized, bias: Tensor | None, args: LinearArgs, needs_wgrad: bool
-) -> tuple[Tensor, Tensor | QuantizedStorage | None]:
+) -> tuple[Tensor, Tensor | Measured | QuantizedStorage | None]:
     """Y, and what to keep of x for wgrad: one orientation in FP8, or `x` itself where somebody keeps it anyway."""
     facts, comm = args.facts, args.comm
-    kept_as, whole = facts.needs["input"]["wgrad"], facts.gathers_first
+    kept_as, whole, amax = facts.needs["input"]["wgrad"], facts.gathers_first, None
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     requantize = (args.requantize_input or whole) and (given is None or args.producer is not None)
     if given is not None:
         quantized = given
     else:
         colwise = kept_as == "colwise" and needs_wgrad and not requantize
-        source = comm.gather(x) if whole else x
-        quantized = facts.scalings["input", whole].quantize(source, True, colwise, args.step, record=args.records)
+        source, scaling = comm.gather(x) if whole else x, facts.scalings["input", whole]
+        if requantize and needs_wgrad and not whole and scaling.measures(args.step):
+            amax = torch.empty(1, dtype=torch.float32, device=x.device)
+        quantized = scaling.quantize(source, True, colwise, args.step, record=args.records, amax_out=amax)
     if facts.uses_history and args.records:
         of_weight = facts.scalings["weight", False]
         of_weight.history(args.step).record(of_weight.name, args.weight.amax(of_weight.scale(args.step)))
@@ -232,7 +244,8 @@ def _fprop_fp8(
 
     y = comm.fprop(quantized.rowwise, multiply, whole=whole)
     if requantize or not needs_wgrad:
-        return y, x if args.producer is None else None
+        kept = x if amax is None else Measured(x, amax)
+        return y, kept if args.producer is None else None
     kept = pick(quantized, kept_as)
     if kept is None:
         kept = args.recipe.quantizer("input").derive_colwise(quantized.rowwise)
@@ -241,7 +254,7 @@ def _fprop_fp8(
 
 def _backward_fp8(
     dy: Tensor,
-    x: Tensor | QuantizedStorage | Remade | None,
+    x: Tensor | Measured | QuantizedStorage | Remade | None,
     args: LinearArgs,
     needs_dgrad: bool,
     needs_wgrad: bool,
@@ -282,7 +295,7 @@ def _backward_fp8(
     return dx, Wgrad(wgrad, grad_output.nbytes + held if args.defers else 0), others
 
 
-def _arriving(x: Tensor | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:
+def _arriving(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:
     """The whole input for wgrad, when called, and the bytes that a task which waits holds of it."""
     kept = _kept_input(x, args) if args.defers else None
     load = (lambda: kept) if args.defers else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
@@ -333,12 +346,13 @@ def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: frozenset[str]) -> tu
     return dx, scaling.quantize(whole, False, True, step, record=record) if colwise else None
 
 
-def _kept_input(x: Tensor | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
+def _kept_input(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:
     """What forward kept, in the orientation that wgrad wants: of this rank's rows where they are gathered in FP8."""
     if isinstance(x, QuantizedStorage):
         return x
-    orientation, whole = args.facts.needs["input"]["wgrad"], args.facts.gathers_first
-    scaling = args.facts.scalings["input", whole]
+    orientation, whole, amax = args.facts.needs["input"]["wgrad"], args.facts.gathers_first, None
+    if isinstance(x, Measured):
+        x, amax = x
+    scaling, wanted = args.facts.scalings["input", whole], (orientation == "rowwise", orientation == "colwise")
     source = args.comm.gather(x) if whole else x
-    pair = scaling.quantize(source, orientation == "rowwise", orientation == "colwise", args.step, record=False)
-    return pick(pair, orientation)
+    return pick(scaling.quantize(source, *wanted, args.step, record=False, amax=amax), orientation)

@@ -58,12 +58,15 @@ class Quantizer:
         amax: Tensor | None = None,
         amax_colwise: Tensor | None = None,
         scale: Tensor | None = None,
+        amax_out: Tensor | None = None,
     ) -> Quantized:
         """Quantizes `x [M, K]` (floating point; 0 rows allowed) in the orientations asked for.
 
         amax, amax_colwise: FP32, in the shape of `amax(x, orientation)`, instead of this tensor's own. Tensor and
             2D tiles use `amax` for both orientations.
         scale: FP32, one element, instead of one from an amax; tensor tiles only.
+        amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; tensor tiles without another
+            amax or a scale only.
         Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
         """
         _check(x)
@@ -71,7 +74,12 @@ class Quantizer:
             raise ValueError("quantize: ask for rowwise=True, colwise=True or both")
         if scale is not None and self.spec.tile.kind != "tensor":
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
-        pair = _backend(x.device, self.spec).quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale)
+        kernels, more = _backend(x.device, self.spec), {}
+        if amax_out is not None and kernels is reference:
+            amax = amax_out.copy_(self.amax(x))
+        elif amax_out is not None:
+            more = {"amax_out": amax_out}
+        pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)
         return self.store_pair(*pair)
 
     def store_pair(self, row: tuple[Tensor, Tensor] | None, col: tuple[Tensor, Tensor] | None) -> Quantized:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, gemm, get_recipe
+from megafp8.fp8.quantizer import Quantizer
 from megafp8.params import Init, ParamSpec
 from megafp8.step import Phase, StepContext
 
@@ -168,7 +169,7 @@ def test_input_kept_by_its_producer_is_quantized_again(name):
         y.backward(dy)
         grads.append((sink.buffer(linear.weight), x.grad.clone()))
         x.grad = None
-    assert [t.data_ptr() for t in kept] == [x.data_ptr()]
+    assert [t.data_ptr() for t in kept if t.numel() > 1] == [x.data_ptr()]  # tensorwise keeps its amax, too
     assert linear.saved_bytes(37) == 0
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -523,3 +524,27 @@ def test_what_was_worked_out_follows_the_linear():
     linear.use_recipe(None)
     assert linear.facts() is None
     assert not linear.takes_producer
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "delayed"])
+def test_an_input_that_is_quantized_again_is_measured_once(name, monkeypatch):
+    """The same bits as from a copy kept in FP8; under tensorwise backward is given forward's amax."""
+    results, given, quantize = [], [], Quantizer.quantize
+
+    def watched(self, value, *orientations, amax=None, **options):
+        given.append((tuple(value.shape), amax))
+        return quantize(self, value, *orientations, amax=amax, **options)
+
+    for again in (False, True):
+        linear, (x, dy) = make(name, requantize_input=again), data()
+        y = linear(x, step_for(name))
+        monkeypatch.setattr(Quantizer, "quantize", watched)
+        y.backward(dy)
+        monkeypatch.setattr(Quantizer, "quantize", quantize)
+        results.append((y, x.grad, linear.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    (amax,) = (amax for shape, amax in given if shape == tuple(x.shape))
+    if name == "tensorwise":
+        assert amax.item() == x.float().abs().max().item()
+    else:
+        assert amax is None
