@@ -8,8 +8,8 @@ kernel does it on the way to something else, or for its own sake.
     the rest      logits, masters, gradients of norms and embeddings
 
 Bytes are those that the conversion reads and writes beyond what its host would move anyway, for a microbatch of one
-rank (weights, masters: for a step). Derived from the configuration; `tools/bench_step.py` compares it with the
-profiler's list of kernels.
+rank (weights, masters: for a step). Derived from the configuration; what recomputation repeats is not listed again.
+`tools/bench_step.py` compares it with the profiler's list of kernels.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
     )  # fmt: skip
     gated = producer == "SwiGLU" and m.swiglu
     if again:
+        read = read if producer else rows * k * sizes.element  # the amax is forward's
         yield Conversion(
             f"{place} input", "backward", high, formats["input"], "col", x + (0 if gated else read), count,
             "SwiGLU's gradient" if gated else producer and f"{producer} again",

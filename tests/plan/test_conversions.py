@@ -36,6 +36,8 @@ def test_what_a_llama_layer_converts():
     assert found["attention.proj input", "forward"].nbytes == rows * 4096 * (2 + 1 + scales)
     tensorwise = ledger("tensorwise")["attention.proj input", "forward"]
     assert tensorwise.nbytes == rows * 4096 * (2 * 2 + 1) + 4  # the amax first
+    again = ledger("tensorwise")["attention.proj input", "backward"]
+    assert again.nbytes == rows * 4096 * (2 + 1) + 4  # which is kept
     assert ledger("blockwise, FP8 weights")["mlp.fc1 weight", "update"].fused == "AdamW"
     assert ("mlp.fc1 weight", "forward") not in ledger("blockwise, FP8 weights")
 
