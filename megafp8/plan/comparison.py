@@ -94,11 +94,11 @@ def measured_lines(config: Config) -> list[str]:
         raise ValueError("--measure needs a CUDA GPU, and torch sees none; leave it out")
     if config.parallel.world_size > 1 or config.parallel.pipeline_model_parallel_size > 1:
         raise ValueError("--measure builds one process; give the flags of a job of one")
-    return measure(config, plan_memory(config, "cuda"), torch.device("cuda"))
+    return rows(measure(config, plan_memory(config, "cuda"), torch.device("cuda")))
 
 
-def measure(config: Config, plan: MemoryPlan, device: torch.device) -> list[str]:
-    """Builds the job, and takes two steps on random tokens; CUDA alone."""
+def measure(config: Config, plan: MemoryPlan, device: torch.device) -> dict[str, tuple[int, int]]:
+    """Builds the job, and takes two steps on random tokens; CUDA alone. Returns (forecast, allocator's bytes) by what."""
     from megafp8.core.gpt import build_model  # seconds to import, which the other commands don't need
     from megafp8.fp8 import DelayedScaling
     from megafp8.optimizer import build_optimizer
@@ -128,13 +128,11 @@ def measure(config: Config, plan: MemoryPlan, device: torch.device) -> list[str]
         if scaling is not None:
             scaling.advance()
         optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=2 * tokens.numel())
-    return rows(
-        {
-            "weights, copies, gradients, optimizer": (plan.static, static),
-            "activations": (plan.held, held),
-            "peak": (plan.total, peak),
-        }
-    )
+    return {
+        "weights, copies, gradients, optimizer": (plan.static, static),
+        "activations": (plan.held, held),
+        "peak": (plan.total, peak),
+    }
 
 
 def rows(found: dict[str, tuple[int, int]]) -> list[str]:

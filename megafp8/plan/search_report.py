@@ -15,6 +15,9 @@ GIB = 1 << 30
 SHOWN = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
          "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size"}  # fmt: skip
 
+ONE = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"}
+"""Sizes that are 1 unless they are given."""
+
 
 def search_lines(found: Mapping[str, tuple[Search, Sequence[Found]]], cluster: Cluster, gpus: int) -> list[str]:
     """found: precision in words -> its search and the layouts, best first."""
@@ -71,8 +74,11 @@ def layout_flags(config: Config) -> list[str]:
     """Returns the flags that a search chose, for a launch script."""
     words = []
     names = SHOWN | PIPELINE_FLAGS | RECOMPUTE_FLAGS | FP8_FLAGS | set(ALWAYS)
+    alone = config.parallel.tensor_model_parallel_size == 1
     for name in (name for name in field_table() if name in names and name in config.given):
         value = config.given[name]
+        if name in ONE and value == 1 or (name == "sequence_parallel" and alone):
+            continue
         if value is True:
             words.append(flag_of(name))
         elif value not in (False, None):
