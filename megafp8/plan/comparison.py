@@ -98,7 +98,7 @@ def measured_lines(config: Config) -> list[str]:
 
 
 def measure(config: Config, plan: MemoryPlan, device: torch.device) -> dict[str, tuple[int, int]]:
-    """Builds the job, and takes two steps on random tokens; CUDA alone. Returns (forecast, allocator's bytes) by what."""
+    """Builds the job, and takes two steps on random tokens; CUDA alone. By what: forecast, and allocator's bytes."""
     from megafp8.core.gpt import build_model  # seconds to import, which the other commands don't need
     from megafp8.fp8 import DelayedScaling
     from megafp8.optimizer import build_optimizer
