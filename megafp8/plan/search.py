@@ -115,6 +115,8 @@ class Search:
         """A search whose vocabulary is the tokenizer's. Raises ValueError for what is wrong with the model's flags."""
         job = Search(given, cluster, gpus, 0, foreign, keep)
         job.vocabulary = build_tokenizer(job.config_of_model.data).vocab_size
+        if "global_batch_size" not in given:
+            raise ValueError("search compares layouts of one batch: give --global-batch-size")
         return job
 
     def run(self, precision: Mapping[str, Any], step: Callable[[int, int], object] = lambda a, b: None) -> list[Found]:

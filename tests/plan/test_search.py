@@ -22,6 +22,12 @@ GIVEN = {
 }  # fmt: skip
 
 
+SMALL = [
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--lr", "1e-3"),
+    *("--train-iters", "5", "--mock-data", "--tokenizer-type", "ByteTokenizer"),
+]
+
+
 def search_of(memory_gib: float, **given) -> Search:
     cluster = dataclasses.replace(read_cluster(CLUSTER), memory_gib=memory_gib, reserved_gib=1.0)
     return Search.of(GIVEN | given, cluster, 8, keep=3)
@@ -86,7 +92,7 @@ def run(capsys, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-COMMANDS = re.findall(r"^python tools/plan.py .*(?:\\\n.*)*$", (ROOT / "docs" / "planner.md").read_text(), re.MULTILINE)
+COMMANDS = re.findall(r"^python tools/plan.py (?:.*\\\n)*.*$", (ROOT / "docs" / "planner.md").read_text(), re.MULTILINE)
 FAST = [command for command in COMMANDS if "search" in command and "--tensor-model-parallel-size" in command]
 
 
@@ -135,6 +141,7 @@ def test_a_forecast_of_a_shipped_model(capsys, tmp_path):
         (["forecast", "--gpus", "0", "--cluster", str(CLUSTER)], "--gpus 0: give 1 or more"),
         (["forecast", "--gpus", "8", "--cluster", "nowhere.toml"], "--cluster nowhere.toml"),
         (["search", "--gpus", "8", "--cluster", str(CLUSTER), "--num-layerz", "3"], "--num-layers"),
+        (["search", "--gpus", "8", "--cluster", str(CLUSTER), *SMALL], "give --global-batch-size"),
     ],
 )
 def test_mistakes(capsys, argv, words):
