@@ -24,24 +24,35 @@ def _by_row(spec: OperandSpec) -> Quantizer:
     return Quantizer(OperandSpec(spec.format, _TILE, spec.scale, spec.amax_epsilon))
 
 
-def amaxes(rows: Quantizer, x: Tensor, expert: Tensor, count: int) -> Tensor:
-    """FP32 [count]: the largest finite magnitude of each expert's rows. expert: int64 [R], of no expert: `count`."""
-    found = torch.zeros(count + 1, dtype=torch.float32, device=x.device)
-    return found.scatter_reduce_(0, expert, rows.amax(x).amax(1), "amax")[:count]
+def _expert_of_rows(x: Tensor, ends: Tensor) -> Tensor:
+    """int64 [R]; G for rows past the last end."""
+    return torch.searchsorted(ends, torch.arange(x.shape[0], dtype=ends.dtype, device=x.device), right=True)
 
 
-def quantize(quantizer: Quantizer, x: Tensor, ends: Tensor, rowwise: bool = True, colwise: bool = False) -> Quantized:
+def amax(quantizer: Quantizer, x: Tensor, ends: Tensor) -> Tensor:
+    """FP32 [G]: the largest finite magnitude of each expert's rows."""
+    found = torch.zeros(ends.numel() + 1, dtype=torch.float32, device=x.device)
+    of_rows = _by_row(quantizer.spec).amax(x).amax(1)
+    return found.scatter_reduce_(0, _expert_of_rows(x, ends), of_rows, "amax")[:-1]
+
+
+def quantize(
+    quantizer: Quantizer,
+    x: Tensor,
+    ends: Tensor,
+    rowwise: bool = True,
+    colwise: bool = False,
+    given: Tensor | None = None,
+) -> Quantized:
     """Quantizes `x [R, K]`, expert g's rows ending before `ends[g]` (int32 [G]), with scales [G].
 
-    quantizer: of tensor tiles. Rows past the last end may hold anything, and get any bytes.
+    quantizer: of tensor tiles. given: amaxes, FP32 [G], instead of these rows' own. Rows past the last end may hold
+    anything, and get any bytes.
     """
     assert quantizer.spec.tile.kind == "tensor"
-    by_row, count = _by_row(quantizer.spec), ends.numel()
-    rows = torch.arange(x.shape[0], dtype=ends.dtype, device=x.device)
-    expert = torch.searchsorted(ends, rows, right=True)
-    amax = amaxes(by_row, x, expert, count)
-    of_rows = torch.nn.functional.pad(amax, (0, 1))[expert]
+    given = amax(quantizer, x, ends) if given is None else given
+    of_rows = torch.nn.functional.pad(given, (0, 1))[_expert_of_rows(x, ends)]
     tiles = of_rows[:, None].repeat(1, _TILE.scale_shape(*x.shape)[1])
-    data = by_row.quantize(x, amax=tiles).rowwise.data
-    stored = QuantizedStorage(data, quantizer.scales(amax)[1], quantizer.spec.tile, quantizer.spec.scale, "rowwise")
+    data = _by_row(quantizer.spec).quantize(x, amax=tiles).rowwise.data
+    stored = QuantizedStorage(data, quantizer.scales(given)[1], quantizer.spec.tile, quantizer.spec.scale, "rowwise")
     return Quantized(stored if rowwise else None, stored.flipped() if colwise else None)

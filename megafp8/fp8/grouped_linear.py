@@ -45,15 +45,19 @@ class GroupedArgs(LinearArgs):
     ends: Tensor | None = None
     alignment: int = 1
 
-    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
-        quantizer = self.recipe.quantizer("input")
-        return None if quantizer.spec.tile.kind == "tensor" else Want(quantizer, rowwise, colwise)
+    @property
+    def scale_each(self) -> bool:
+        """Whether all rows of a linear share a scale, so that none is quantized before they are together."""
+        return self.recipe is not None and self.recipe.quantizer("input").spec.tile.kind == "tensor"
 
-    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool) -> Quantized:
-        """All linears' rows."""
+    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
+        return None if self.scale_each else Want(self.recipe.quantizer("input"), rowwise, colwise)
+
+    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool, amax: Tensor | None = None) -> Quantized:
+        """All linears' rows. amax: with `scale_each`, of each linear's, instead of its rows' own."""
         quantizer = self.recipe.quantizer(role)
-        if quantizer.spec.tile.kind == "tensor":
-            return expert_scales.quantize(quantizer, x, self.ends, rowwise, colwise)
+        if self.scale_each:
+            return expert_scales.quantize(quantizer, x, self.ends, rowwise, colwise, amax)
         return quantizer.quantize(x, rowwise, colwise)
 
     def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
@@ -166,15 +170,18 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, args: GroupedArgs, count: int, *rest: Tensor) -> Tensor:
         tensors, weights = rest[:count], rest[count:]
-        ctx.args, ctx.producer_tensors, made = args, count, ()
+        ctx.args, ctx.producer_tensors, made, amax = args, count, (), None
         needs_wgrad = args.keep and weights[0].requires_grad
         if args.producer is not None:
             x, made = produce(x, tensors, args, needs_wgrad)
+            if args.scale_each:  # the value that backward makes again may be another, but has the same scale
+                amax = expert_scales.amax(args.recipe.quantizer("input"), x, args.ends)
+                made = (*made, amax) if args.keep else ()
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
             y, kept = grouped_matmul.fprop(x, args.stack.values(args.dtype), args.ends), x
         else:
-            y, kept = _fprop_fp8(x, args, needs_wgrad)
+            y, kept = _fprop_fp8(x, args, needs_wgrad, amax)
         own, ctx.rebuild = to_save(kept if needs_wgrad else None)
         ctx.counts = len(own), len(made)
         # The weights are saved so that PyTorch refuses a backward after they were written to.
@@ -188,26 +195,28 @@ class GroupedLinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         needs_dgrad = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3 : 3 + count])
         needs_wgrad = ctx.needs_input_grad[3 + count]
-        x = ctx.rebuild(*saved[:own])
+        x, options = ctx.rebuild(*saved[:own]), {}
         if args.producer is not None:
-            x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made : own + made + count]))
+            last = own + made - args.scale_each
+            options = {"amax": saved[last]} if args.scale_each else {}
+            x = Remade(args, x, tuple(saved[own:last]), tuple(saved[own + made : own + made + count]))
         run = _backward_high_precision if args.recipe is None else _backward_fp8
-        dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad)
+        dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad, **options)
         dws = deliver_stack(args, wgrad) if needs_wgrad else (None,) * len(args.stack.params)
         return dx, None, None, *(others or (None,) * count), *dws
 
 
 def _fprop_fp8(
-    x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool
+    x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, QuantizedStorage | Tensor | None]:
-    """Y, and what to keep of x for wgrad."""
+    """Y, and what to keep of x for wgrad. amax: of each linear's rows, where it is known already."""
     orientation = args.needs("input")["wgrad"]
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     remakes = args.requantize_input and args.producer is not None
     value = None
     if given is None:
         colwise, value = needs_wgrad and orientation == "colwise" and not remakes, x
-        given = args.quantize("input", x, True, colwise)
+        given = args.quantize("input", x, True, colwise, amax)
     shown = args.producer is not None and value is None  # a producer's bytes have been shown
     if not shown and args.step is not None and args.step.records:
         args.observe("input", given, lambda: value)
@@ -230,9 +239,15 @@ def _backward_high_precision(
 
 
 def _backward_fp8(
-    dy: Tensor, x: QuantizedStorage | Remade | None, args: GroupedArgs, needs_dgrad: bool, needs_wgrad: bool
+    dy: Tensor,
+    x: QuantizedStorage | Remade | None,
+    args: GroupedArgs,
+    needs_dgrad: bool,
+    needs_wgrad: bool,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor | None, Wgrad | None, tuple]:
-    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once."""
+    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once. amax: of a producer's value in
+    forward, where each linear's rows have one scale."""
     needs, ends = args.needs("grad_output"), args.ends
     wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
     if not wanted:
@@ -256,7 +271,7 @@ def _backward_fp8(
         return dx, None, others
     if isinstance(x, Tensor):
         orientation = args.needs("input")["wgrad"]
-        x = pick(args.quantize("input", x, orientation == "rowwise", orientation == "colwise"), orientation)
+        x = pick(args.quantize("input", x, orientation == "rowwise", orientation == "colwise", amax), orientation)
     grad_output, alignment, backend = pick(quantized, needs["wgrad"]), args.alignment, args.backend
 
     def wgrad(out: Tensor | None) -> Tensor:

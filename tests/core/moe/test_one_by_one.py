@@ -1,0 +1,29 @@
+"""Experts that run as one give the bits of the same experts one by one, in a whole layer and its backward."""
+
+import pytest
+import torch
+
+from megafp8.core.moe import experts
+from megafp8.core.transformer.core_attention import Sequences
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.policy import Policy
+from megafp8.step import StepContext
+from tests.core.moe.test_layer import SHAPE, inputs, layer
+
+
+@pytest.mark.parametrize("store", [True, False], ids=["fc1's output in FP8", "in BF16"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
+    """With fc1's output in FP8 backward makes another input of fc2 than forward had, under forward's scale."""
+    results = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(experts, "can_group", lambda linears: False)
+        made = layer(dtype=torch.bfloat16, recipe_of=Policy(get_recipe(recipe)), fp8_input_store=store)
+        assert made.experts.groups == together
+        x = inputs(dtype=torch.bfloat16)
+        y = made(x, Sequences(*SHAPE), StepContext())
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+        results.append((y, x.grad, *(p.grad for p in made.parameters())))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
