@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megafp8.config import Config, DataConfig, TrainConfig
-from megafp8.config.pipeline import pipeline_stages
+from megafp8.config.pipeline import Stage, pipeline_stages
 from megafp8.core.build import OVERLAP_CHUNKS, RecomputePlan
 from megafp8.core.pipeline.schedules import Costs, build_schedule, simulate
 from megafp8.fp8 import policy
@@ -30,16 +30,16 @@ from megafp8.plan.flops import training_flops_per_token
 from megafp8.plan.in_flight import microbatches
 from megafp8.plan.layer_traffic import LayerTraffic, Microbatch
 from megafp8.plan.links import Links
-from megafp8.plan.memory import MemoryPlan
 from megafp8.plan.optimizer_traffic import optimizer_traffic
 from megafp8.plan.rank_parameters import rank_layouts
 from megafp8.plan.shapes import LayerShape
-from megafp8.plan.stage_time import StageClock, Times
+from megafp8.plan.stage_time import LayerTimes, StageClock, Times
 from megafp8.plan.traffic import Groups, Traffic
 from megafp8.training.throughput import Peaks, ideal_seconds_per_token
 
+EXPERTS = "expert parallelism"
 WITH_LAYERS = {"tp": "tensor parallelism", "etp": "expert tensor parallelism", "cp": "context parallelism",
-               "ep": "expert parallelism", "ep_etp": "expert parallelism"}  # fmt: skip
+               "ep": EXPERTS, "ep_etp": EXPERTS}  # fmt: skip
 """Groups whose messages belong to a microbatch."""
 
 
@@ -150,11 +150,6 @@ def forecast(config: Config, cluster: Cluster, *, quick: bool = False) -> Foreca
     return Forecast(config, cluster, tuple(stages), _length(config, stages, quick))
 
 
-def fits(plans: list[MemoryPlan], cluster: Cluster) -> bool:
-    """Whether every stage's peak is within what a GPU's tensors may take."""
-    return max(plan.total for plan in plans) <= cluster.usable_bytes
-
-
 def layer_waits(config: Config, cluster: Cluster, *, again: bool = False) -> dict[bool, dict[str, float]]:
     """Returns the seconds that a layer, with experts or without, waits for its messages in a microbatch, by purpose.
 
@@ -196,6 +191,8 @@ def _stage(config: Config, clock: StageClock, links: Links, stage: int, quick: b
         once = {(t.kind, t.group, t.purpose) for t in optimizer_traffic(config, Groups.of(config), stage)}
         found = (t for t in step_traffic(config, stage) if (t.kind, t.group, t.purpose) not in once)
         exposed = _by_purpose(config, links, found, microbatches(config))
+    if p.moe_shared_expert_overlap and EXPERTS in exposed:
+        exposed[EXPERTS] = max(0.0, exposed[EXPERTS] - _shared_experts(config, clock, held))
     update = clock.update(ends.elements, ends.shard) + ends.rest
     backward, forward = sum(t.input + t.weight for t in chunks), sum(t.forward for t in chunks)
     return StageForecast(
@@ -206,6 +203,15 @@ def _stage(config: Config, clock: StageClock, links: Links, stage: int, quick: b
         update,
         links.seconds(Traffic("send", "pp", "hidden states", clock.sizes.stream, 1, size)) if size > 1 else 0.0,
     )
+
+
+def _shared_experts(config: Config, clock: StageClock, held: Iterable[Stage]) -> float:
+    """Seconds of the shared experts in a rank's stages, which run while tokens travel."""
+    m, total = config.model, 0.0
+    for number in (number for chunk in held for number in chunk.layers if m.moe_layers[number]):
+        kind = clock.kinds(LayerShape(f"layers.{number}", True))
+        total += LayerTimes(clock.cluster, kind, config.data.seq_length).parts().get("shared", Times()).total
+    return total
 
 
 @dataclass(frozen=True)

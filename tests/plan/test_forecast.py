@@ -111,6 +111,17 @@ def test_overlap_hides_what_fits_behind_computation(make, h200):
     assert hidden["compute"] == plain["compute"]
 
 
+def test_shared_experts_hide_messages(make, h200):
+    values = {"expert_model_parallel_size": 4, "world_size": 4, "global_batch_size": 16, "bf16": True,
+              "seq_length": 1024, "hidden_size": 1024, "moe_shared_expert_intermediate_size": 256}  # fmt: skip
+    name = "exposed: expert parallelism"
+    plain, hidden = (
+        forecast(make("experts", **values | {"moe_shared_expert_overlap": on}), h200).parts for on in (False, True)
+    )
+    assert 0 < hidden[name] < plain[name]
+    assert hidden["compute"] == plain["compute"]
+
+
 def test_utilization_counts_each_product_at_its_peak(make, h200):
     """CASES 75: model FLOPs, dense peaks; in BF16 it is the FLOPs over the time."""
     config = make("llama", bf16=True)
