@@ -246,14 +246,22 @@ class Search:
         return round((clock.chunk(whole).total - layers) / (layers / m.num_layers))
 
     def _lightest(self, values: dict[str, Any]) -> Found | None:
-        """With the first recomputation that makes it fit; None: none does."""
-        for recompute, flags in self._recomputations():
-            config = self._checked(values | flags)
-            memory = None if config is None else self._memory(config)
-            if memory is not None:
-                return Found(forecast(config, self.cluster, quick=True), memory, recompute)
-        self.too_large += 1
-        return None
+        """With the first recomputation that makes it fit; None: not even the last does."""
+        *lighter, last = self._recomputations()
+        most = self._fitting(values, *last)
+        if most is None:
+            self.too_large += 1
+            return None
+        found = next(filter(None, (self._fitting(values, *choice) for choice in lighter)), most)
+        config, memory, recompute = found
+        return Found(forecast(config, self.cluster, quick=True), memory, recompute)
+
+    def _fitting(
+        self, values: dict[str, Any], recompute: str, flags: dict[str, Any]
+    ) -> tuple[Config, tuple[MemoryPlan, ...], str] | None:
+        config = self._checked(values | flags)
+        memory = None if config is None else self._memory(config)
+        return None if memory is None else (config, memory, recompute)
 
     def _checked(self, values: dict[str, Any]) -> Config | None:
         if values.get("expert_model_parallel_size", 1) == 1 and "moe_fp8_dispatch" not in self.given:
