@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config.tool_parser import ToolParser
+from megafp8.config.validate import require_checkpoints
 
 TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 SIZES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -233,9 +234,23 @@ def say(notes: list[str]) -> None:
         print(f"note: {note}")
 
 
+def check_directories(args: argparse.Namespace) -> None:
+    """Raises ValueError for a directory of the other kind, before torch takes its seconds to load."""
+    if args.command == "to-hf":
+        require_checkpoints(str(args.load))
+    elif args.command == "from-hf":
+        if not args.hf.is_dir():
+            raise ValueError(f"--hf {args.hf}: no such directory")
+        if any(args.hf.glob("iter_*")) and not (args.hf / "config.json").exists():
+            raise ValueError(
+                f"--hf {args.hf}: a checkpoint, not a Hugging Face model; to-hf --load {args.hf} makes one"
+            )
+
+
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
+        check_directories(args)
         return args.run(args)
     except ValueError as error:
         print(f"convert_checkpoint.py: error: {error}", file=sys.stderr)
