@@ -148,7 +148,7 @@ def test_help_renders_and_teaches():
         ("--normalization Batch", ("--normalization", "Batch", "RMSNorm")),
         ("--split", ("--split",)),
         ("--keep-modules-in-bf16", ("--keep-modules-in-bf16",)),
-        ("--swiglu 3", ("3", "values must follow their flag")),
+        ("--swiglu 3", ("'3' after --swiglu", "takes no value")),
     ],
 )
 def test_wrong_forms_are_one_line(parse, argv, words):

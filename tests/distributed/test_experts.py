@@ -10,7 +10,7 @@ import torch
 from megafp8.checkpoint import save_checkpoint
 from megafp8.parallel import Axis
 from tests.distributed.layouts import Layout, Run, assemble, compare, distance, run_layout, train
-from tests.distributed.test_families import EXPERTS, biases
+from tests.distributed.test_families import EXPERTS, STEPS, biases
 
 LAYOUTS = [
     Layout(dp=2, ep=2),
@@ -36,13 +36,13 @@ def some_slow(few, more) -> list:
 
 @pytest.fixture(scope="module")
 def alone(pool_of_module):
-    return run_layout(pool_of_module, EXPERTS, Layout(), observe=biases)
+    return run_layout(pool_of_module, EXPERTS, Layout(), STEPS, observe=biases)
 
 
 @pytest.mark.parametrize("layout", some_slow(LAYOUTS, MORE), ids=str)
 def test_layout_equals_one_process(pool, alone, layout):
     """CASES 01, 02, 14, 54."""
-    run = run_layout(pool, EXPERTS, layout, observe=biases)
+    run = run_layout(pool, EXPERTS, layout, STEPS, observe=biases)
     compare(run, alone)
     for rank in run.extra:
         assert all(torch.equal(bias, alone.extra[0][router]) for router, bias in rank.items())

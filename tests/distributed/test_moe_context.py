@@ -7,7 +7,7 @@ import torch
 
 from megafp8.core.moe import router
 from tests.distributed.layouts import Layout, compare, run_layout
-from tests.distributed.test_families import DEEPSEEK, EXPERTS, biases
+from tests.distributed.test_families import DEEPSEEK, EXPERTS, STEPS, biases
 
 LOSSES = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss"),
@@ -23,7 +23,7 @@ def routers(model, optimizer, parallel):
 
 @pytest.fixture(scope="module")
 def alone(pool_of_module):
-    return {name: run_layout(pool_of_module, model, Layout(), observe=routers) for name, model in MODELS.items()}
+    return {name: run_layout(pool_of_module, model, Layout(), STEPS, observe=routers) for name, model in MODELS.items()}
 
 
 CASES = [
@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_layout_equals_one_process(pool, alone, name, layout):
     """CASES 52, 54: gradients of three losses at once, the counts they take, and tokens that are predicted ahead."""
-    run = run_layout(pool, MODELS[name], layout, observe=routers)
+    run = run_layout(pool, MODELS[name], layout, STEPS, observe=routers)
     compare(run, alone[name])
     for expected, *others in zip(*[alone[name].extra[0]], *run.extra, strict=True):
         for other in others:
@@ -53,6 +53,6 @@ def count_own_tokens_alone(stack):
 
 def test_counts_of_own_tokens_alone_are_noticed(pool, alone):
     """The fault that the tests above are for, planted."""
-    run = run_layout(pool, MODELS["experts"], Layout(cp=2), fault=count_own_tokens_alone)
+    run = run_layout(pool, MODELS["experts"], Layout(cp=2), STEPS, fault=count_own_tokens_alone)
     with pytest.raises(AssertionError, match="router"):
         compare(run, alone["experts"])
