@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import bench_timing
 import torch
 from bench_layer_memory import Gradients
 
+from megafp8.config.publish import publish
 from megafp8.fp8 import Linear, get_recipe
 from megafp8.step import StepContext
 
@@ -73,8 +73,4 @@ def write(path: Path, device: str, rows: dict[str, list]) -> None:
     """Adds a device's table to a file, or replaces it there."""
     table = json.loads(path.read_text()) if path.exists() else {}
     table[device] = rows
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(
-        json.dumps(table, indent=1).replace("[\n    ", "[").replace(",\n    ", ", ").replace("\n   ]", "]")
-    )
-    os.replace(draft, path)
+    publish(path, json.dumps(table, indent=1).replace("[\n    ", "[").replace(",\n    ", ", ").replace("\n   ]", "]"))

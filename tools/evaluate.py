@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
 
+from megafp8.config.publish import publish
 from megafp8.config.tool_parser import ToolParser
 from megafp8.config.validate import require_checkpoints
 
@@ -175,13 +175,6 @@ def table(results: dict[str, dict[str, float]]) -> str:
             f"{r['unigram_entropy']:>16.4f} {share:>7.3f}"
         )
     return "\n".join(lines)
-
-
-def publish(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(content)
-    os.replace(temporary, path)
 
 
 def main(argv: list[str] | None = None) -> int:

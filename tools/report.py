@@ -12,7 +12,6 @@ page was written, 2 a mistake.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -20,23 +19,13 @@ from compare_runs import short_labels
 from report_data import load_run
 from report_page import page
 
+from megafp8.config.publish import publish
 from megafp8.config.tool_parser import ToolParser
 
 
 def default_window(lengths: list[int]) -> int:
     """Iterations of smoothing: odd, a thirtieth of the longest run, 51 at most."""
     return min(51, max([0, *lengths]) // 30 // 2 * 2 + 1)
-
-
-def write_page(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def report(args: argparse.Namespace) -> str:
@@ -70,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         text = report(args)
-        write_page(args.output, text)
+        publish(args.output, text)
     except (OSError, ValueError) as error:
         print(f"report.py: error: {error}", file=sys.stderr)
         return 2

@@ -10,12 +10,12 @@ flags give the same files.
 
 import argparse
 import io
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megafp8.config.publish import publish
 from megafp8.config.tool_parser import ToolParser
 from megafp8.data.arguments import add_input_arguments, input_corpus, run
 from megafp8.data.documents import Record, texts_of
@@ -118,13 +118,6 @@ def _explain(error: Exception, args: argparse.Namespace) -> str:
             "smaller --character-coverage"
         )
     return f"SentencePiece can't train on --input {' '.join(args.input)}: {reason}"
-
-
-def publish(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 def main(argv: list[str]) -> None:

@@ -1,7 +1,6 @@
 """What a run was made of: its args.json, with the code's commit and the versions of the libraries."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config.config import Config, diff
+from megafp8.config.publish import publish
 
 PACKAGES = ("megafp8", "torch", "triton", "numpy", "safetensors")
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -47,12 +47,8 @@ def write_args(config: Config, path: str | Path) -> None:
         config: the run's configuration.
         path: the file; its directory is made.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = config.to_dict() | {"provenance": collect()}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    publish(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_args(path: str | Path) -> Config:

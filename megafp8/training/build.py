@@ -79,7 +79,7 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that there was no memory to be had."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    said = "can't allocate memory|not enough memory|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    said = "can't allocate memory|not enough memory|CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     if isinstance(error, RuntimeError) and re.search(said, str(error)):  # PyTorch's, on CPUs, is a plain RuntimeError
         return True
     return error.__cause__ is not None and lacks_memory(error.__cause__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -93,11 +92,3 @@ def _saving_lines(parts: Parts, stage: int) -> Iterator[str]:
 def _size(size: int) -> str:
     unit = "KiB" if size < 1 << 20 else "MiB" if size < 10 << 30 else "GiB"
     return f"{size / {'KiB': 1 << 10, 'MiB': 1 << 20, 'GiB': 1 << 30}[unit]:>12,.1f} {unit}"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -20,9 +20,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megafp8.config import Config
+from megafp8.config.publish import publish
 from megafp8.training.build import Parts
 from megafp8.training.live_memory import live_memory
-from megafp8.training.memory_page import memory_page, write_text
+from megafp8.training.memory_page import memory_page
 
 EXIT_OUT_OF_MEMORY = 19
 HISTORY_ENTRIES = 100_000
@@ -36,7 +37,8 @@ class OutOfMemory(SystemExit):
 def record_history(config: Config, device: torch.device) -> None:
     """Starts --record-memory-history: before anything is built, so that all of it has a stack."""
     if config.logging.record_memory_history and device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+        # Python's frames alone: C++ symbols take minutes to look up when a snapshot is written.
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY_ENTRIES)
 
 
 class MemoryWatch:
@@ -50,7 +52,7 @@ class MemoryWatch:
         self._cuda = parts.device.type == "cuda"
         last = parts.parallel.rank == parts.parallel.world_size - 1
         self._with_lines = logging.record_memory_history and self._cuda and last
-        self._asked = False
+        self._asked = self._snapshot_failed = False
         self._previous: object = None
         if logging.record_memory_history and not self._cuda:
             say("--record-memory-history: only CUDA's allocator has a history; nothing is recorded on the CPU")
@@ -72,14 +74,15 @@ class MemoryWatch:
         self._asked = False
         rank = self._parts.parallel.rank
         lines = [f"memory of rank {rank} after iteration {iteration} (SIGUSR2)"]
-        lines += memory_page(self._parts, live_memory(self._parts))
-        lines.append(self._dump(f"iter{iteration}"))
+        lines += [*self._page(), self._dump(f"iter{iteration}")]
         self._publish(lines, f"memory_rank{rank}_iter{iteration}.txt", sys.stdout)
 
     def at_line(self) -> None:
         """With a training line: the last rank's snapshot, in the place of the one before."""
-        if self._with_lines:
-            self._dump()
+        if self._with_lines and not self._snapshot_failed:
+            line = self._dump()
+            if self._snapshot_failed:
+                print(line, file=sys.stderr, flush=True)
 
     def run_out(self, error: BaseException, iteration: int, tell_others: Callable[[int, str], bool]) -> OutOfMemory:
         """Says all there is to say about an error for want of memory; returns the exit to raise.
@@ -91,26 +94,33 @@ class MemoryWatch:
         reason = f"rank {rank} of {world} ran out of memory in iteration {iteration}"
         lines = [f"{reason}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"]
         lines += [f"  at {_place(error)}", *(f"  {note}" for note in getattr(error, "__notes__", ()))]
-        try:
-            lines += memory_page(self._parts, live_memory(self._parts, error))
-        except Exception as second:  # the page must not hide what it is about
-            lines.append(f"no page: {type(second).__name__}: {second}")
-        lines.append(self._dump("oom"))
+        lines += [*self._page(error), self._dump("oom")]
         stacks = "".join(traceback.format_exception(error))
         first = tell_others(EXIT_OUT_OF_MEMORY, reason)
         self._publish(lines, f"out_of_memory_rank{rank}.txt", sys.stderr, stacks, in_full=first)
         return OutOfMemory(EXIT_OUT_OF_MEMORY)
 
+    def _page(self, error: BaseException | None = None) -> list[str]:
+        try:
+            return memory_page(self._parts, live_memory(self._parts, error))
+        except Exception as second:  # the page must not hide what it is about, nor end a run that is well
+            return [f"no page: {type(second).__name__}: {second}"]
+
     def _dump(self, label: str = "") -> str:
-        """Writes a snapshot; returns a line about it."""
+        """Writes a snapshot; returns a line about it, whether or not it could be written."""
         if not self._cuda:
             return "snapshot: only CUDA's allocator has one"
         end = f"_{label}" if label else ""
         path = self._snapshot.with_stem(f"{self._snapshot.stem}_rank{self._parts.parallel.rank}{end}")
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
-        torch.cuda.memory._dump_snapshot(str(partial))
-        os.replace(partial, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(partial))
+            os.replace(partial, path)
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._snapshot_failed = True
+            partial.unlink(missing_ok=True)
+            return f"no snapshot: {path}: {type(error).__name__}: {error}"
         hint = "" if self._parts.config.logging.record_memory_history else "; --record-memory-history adds every stack"
         return f"snapshot: {path}, for https://pytorch.org/memory_viz{hint}"
 
@@ -118,8 +128,11 @@ class MemoryWatch:
         """As one block, and as a file where the run has a directory; `more` is in the file only."""
         shown = lines if in_full else lines[:2]
         if self._directory is not None:
-            write_text(self._directory / name, "\n".join(lines) + "\n" + (f"\n{more}" if more else ""))
-            shown = [*shown, f"this page: {self._directory / name}"]
+            try:
+                publish(self._directory / name, "\n".join(lines) + "\n" + (f"\n{more}" if more else ""))
+                shown = [*shown, f"this page: {self._directory / name}"]
+            except OSError as error:
+                shown = [*shown, f"this page is in no file: {error}"]
         print("\n".join(shown), file=stream, flush=True)
 
 

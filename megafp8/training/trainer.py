@@ -106,7 +106,7 @@ class Trainer:
             total_iterations=self.total_iterations,
             first_iteration=self.progress.iteration,
             show_throughput=logging.log_throughput,
-            wandb=WandbBoard.open(self.config, self.progress.iteration) if writes else None,
+            wandb=WandbBoard.open(self.config, self.progress.iteration, self.parts.parallel),
         )
 
     def _total_iterations(self) -> int:
@@ -175,7 +175,8 @@ class Trainer:
                 self._watchdog.at(iteration, "log")
                 self._write_lines(pending, timer.lap())
                 pending = []
-                self._memory.at_line()
+                with timer.paused():
+                    self._memory.at_line()
             with timer.paused():
                 self._memory.poll(iteration)
                 self._report(self._saves.poll())

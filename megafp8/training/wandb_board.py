@@ -7,12 +7,14 @@ lines, and after a resume iterations are logged again.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megafp8.config import Config
+from megafp8.config.publish import publish
+from megafp8.parallel import ParallelContext
 
 RUN_ID_FILE = "wandb_run_id"
 MOST_BINS = 512
@@ -38,11 +40,26 @@ class WandbBoard:
         run.define_metric("*", step_metric="iteration")
 
     @staticmethod
-    def open(config: Config, first_iteration: int) -> WandbBoard | None:
-        """None without `--wandb-project`. A run that goes on from a checkpoint goes on in W&B, too: its id lies in
-        `--log-dir`, or beside W&B's files. Raises ValueError, in one line, when W&B refuses."""
+    def open(config: Config, first_iteration: int, parallel: ParallelContext) -> WandbBoard | None:
+        """The first rank's board; None on others, and without `--wandb-project`. Every rank calls it.
+
+        A run that goes on from a checkpoint goes on in W&B, too: its id lies in `--log-dir`, or beside W&B's files.
+        Raises ValueError, in one line and on every rank, when W&B refuses.
+        """
         if not config.logging.wandb_project:
             return None
+        board, refusal = None, ""
+        if parallel.is_first:
+            try:
+                board = WandbBoard._begin(config, first_iteration)
+            except ValueError as error:
+                refusal = str(error)
+        if told := parallel.everyone.exchange(refusal)[0]:
+            raise ValueError(told)
+        return board
+
+    @staticmethod
+    def _begin(config: Config, first_iteration: int) -> WandbBoard:
         import wandb
 
         directory = wandb_directory(config)
@@ -66,9 +83,7 @@ class WandbBoard:
                 f"--wandb-project {config.logging.wandb_project}: W&B refuses ({reason}); log in with `wandb login`, "
                 "set WANDB_MODE=offline, or leave the flag out"
             ) from None
-        temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
-        temporary.write_text(name + "\n", encoding="utf-8")
-        temporary.replace(kept)
+        publish(kept, name + "\n")
         return WandbBoard(run)
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -93,14 +108,17 @@ class WandbBoard:
     def _send(self) -> None:
         row, self._row = self._row, {}
         if row and self._run is not None:
-            try:
-                self._run.log({"iteration": self._step, **row})
-            except Exception as error:  # noqa: BLE001 - whatever ails W&B is no reason to end a training run
-                self._run = None
-                _log.warning("W&B takes no more numbers: %s", error)
+            self._guarded(self._run.log, {"iteration": self._step, **row})
+
+    def _guarded(self, call: Callable, *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # noqa: BLE001 - whatever ails W&B is no reason to end a training run
+            self._run = None
+            _log.warning("W&B takes no more numbers: %s", error)
 
     def close(self) -> None:
         self._send()
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        run, self._run = self._run, None
+        if run is not None:
+            self._guarded(run.finish)

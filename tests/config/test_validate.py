@@ -31,6 +31,7 @@ CASES = {
     # logs
     "--wandb-project p --log-dir d": ["--wandb-project p", "add --wandb-exp-name"],
     "--wandb-project p --wandb-exp-name e": ["--wandb-project p", "add --log-dir"],
+    "--memory-snapshot-path memory/": ["--memory-snapshot-path memory/", "give a file"],
     "--profile --profile-step-start 5 --profile-step-end 5": ["--profile-step-end 5", "--profile-step-start 5"],
     # batches
     "--rampup-batch-size 3 2 9 --global-batch-size 8": ["--rampup-batch-size 3 2 9", "--global-batch-size 8"],

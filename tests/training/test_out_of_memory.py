@@ -5,17 +5,20 @@ import os
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pretrain_gpt
 from megafp8.config import parse_args, with_vocab_size
+from megafp8.config.logging import LoggingConfig
+from megafp8.parallel import ParallelContext
 from megafp8.plan.memory import plan_memory
 from megafp8.training import trainer
 from megafp8.training.build import lacks_memory
 from megafp8.training.memory_savings import savings
-from megafp8.training.memory_watch import EXIT_OUT_OF_MEMORY
+from megafp8.training.memory_watch import EXIT_OUT_OF_MEMORY, MemoryWatch
 from megafp8.training.watchdog import Watchdog
 from tests.training.runs import RECIPES, flags, run, write_corpus
 from tests.training.test_watchdog import Shelf
@@ -107,6 +110,7 @@ def test_what_flags_save_is_what_the_plan_of_that_command_line_saves(job):
 def test_what_counts_as_out_of_memory():
     assert lacks_memory(MemoryError())
     assert lacks_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    assert lacks_memory(RuntimeError("CUDA error: out of memory"))
     assert not lacks_memory(RuntimeError("integer overflow"))
     behind = RuntimeError("backward failed")
     behind.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
@@ -149,6 +153,29 @@ def test_a_model_that_does_not_fit_is_told_with_flags(corpus, capsys, monkeypatc
     assert "do not fit in the memory of cpu" in err
     assert "most would save --" in err
     assert "\n" not in err
+
+
+def test_a_page_or_snapshot_that_cannot_be_made_ends_no_run(tmp_path, capsys, monkeypatch):
+    """A full disk, an allocator that refuses, a plan that fails: the line says so, and the exit stays what it was."""
+
+    def refuses(*args):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", refuses)
+    monkeypatch.setattr("megafp8.training.memory_watch.publish", refuses)
+    logging = LoggingConfig(log_dir=str(tmp_path), record_memory_history=True)
+    config = SimpleNamespace(logging=logging)
+    parts = SimpleNamespace(config=config, parallel=ParallelContext(), device=torch.device("cuda"))
+    watch = MemoryWatch(parts, print)
+    watch.at_line()
+    watch.at_line()
+    assert watch.run_out(MemoryError("all"), 3, lambda code, reason: True).code == EXIT_OUT_OF_MEMORY
+    err = capsys.readouterr().err
+    assert err.count(f"no snapshot: {tmp_path / 'snapshot_rank0.pickle'}: OSError: no space left") == 1
+    assert "rank 0 of 1 ran out of memory in iteration 3: all" in err
+    assert "no page: AttributeError" in err
+    assert f"no snapshot: {tmp_path / 'snapshot_rank0_oom.pickle'}: OSError: no space left" in err
+    assert "this page is in no file: no space left" in err
 
 
 def test_a_signal_asks_for_the_page(corpus, tmp_path, capsys, monkeypatch):

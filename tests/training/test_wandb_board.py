@@ -109,6 +109,12 @@ def test_a_fault_of_wandb_ends_no_run(caplog):
     run_log.close()
     assert caplog.text.count("W&B takes no more numbers: the service is gone") == 1
 
+    def finish():
+        raise OSError("the disk is full")
+
+    WandbBoard(types.SimpleNamespace(define_metric=lambda *a, **k: None, log=print, finish=finish)).close()
+    assert caplog.text.count("W&B takes no more numbers: the disk is full") == 1
+
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the package wandb is not installed")
 def test_the_real_package_offline(corpus, tmp_path, monkeypatch):

@@ -65,6 +65,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     data.dataloader,
     data.tokenizer,
     logging.profile,
+    logging.snapshot,
     logging.wandb,
     one_rank.alone,
 )

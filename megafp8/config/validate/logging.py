@@ -1,5 +1,7 @@
 """Checks of what a run writes about itself."""
 
+from os.path import basename
+
 from megafp8.config.config import Config
 
 
@@ -30,4 +32,12 @@ def profile(c: Config) -> str | None:
             return f"--profile-ranks {rank}: the job's ranks are 0 to {world - 1}"
     if log.log_dir is None and log.tensorboard_dir is None:
         return "--profile has nowhere to write its traces; add --log-dir"
+    return None
+
+
+def snapshot(c: Config) -> str | None:
+    """The name of memory snapshots, into which the rank is put."""
+    path = c.logging.memory_snapshot_path
+    if basename(path) in ("", ".", ".."):
+        return f"--memory-snapshot-path {path}: is a directory; give a file, e.g. snapshot.pickle"
     return None
