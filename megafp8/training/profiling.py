@@ -10,6 +10,7 @@ Outside of the iterations that are profiled nothing is installed anywhere.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -28,6 +29,7 @@ METHODS = {"forward": "", "after": "", "produce": "", "remake": " again", "gradi
 """Of modules: by which they run, alone or inside of a linear; and what a span's name says after the module's."""
 FOLDER = "profile"
 HOW_TO_OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
+_log = logging.getLogger(__name__)
 
 
 def global_names(model: GPTModel | ModelChunks) -> dict[nn.Module, str]:
@@ -131,8 +133,8 @@ class Profile:
     """
 
     def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
-        logging, parallel = parts.config.logging, parts.parallel
-        self.first, self.last = logging.profile_step_start + 1, logging.profile_step_end
+        flags, parallel = parts.config.logging, parts.parallel
+        self.first, self.last = flags.profile_step_start + 1, flags.profile_step_end
         self._parts, self._say, self._directory = parts, say, directory
         self._stem = f"rank{parallel.rank:0{len(str(parallel.world_size - 1))}d}"
         self._cuda = parts.device.type == "cuda"
@@ -146,19 +148,19 @@ class Profile:
     @staticmethod
     def of(parts: Parts, next_iteration: int, total: int, say: Callable[[str], None]) -> Profile | None:
         """This rank's, if it has any; says what will be traced."""
-        logging = parts.config.logging
-        if not logging.profile:
+        flags = parts.config.logging
+        if not flags.profile:
             return None
-        directory = Path(logging.log_dir or logging.tensorboard_dir) / FOLDER
+        directory = Path(flags.log_dir or flags.tensorboard_dir) / FOLDER
         profile = Profile(parts, directory, say)
         several = profile.last > profile.first
         which = f"iterations {profile.first} to {profile.last}" if several else f"iteration {profile.first}"
         if next_iteration > profile.last or profile.first > total:
             say(f"--profile: {which} will not run, only {next_iteration} to {total}; nothing is traced")
             return None
-        ranks = f"rank{'s' if len(logging.profile_ranks) > 1 else ''} {' '.join(map(str, logging.profile_ranks))}"
+        ranks = f"rank{'s' if len(flags.profile_ranks) > 1 else ''} {' '.join(map(str, flags.profile_ranks))}"
         say(f"profile: {which} on {ranks}, to {directory}")
-        return profile if parts.parallel.rank in logging.profile_ranks else None
+        return profile if parts.parallel.rank in flags.profile_ranks else None
 
     def before(self, iteration: int) -> None:
         warm_up = iteration == self.first - 1
@@ -197,8 +199,8 @@ class Profile:
     def _start(self, iteration: int, warm_up: bool) -> None:
         self._restore = mark_modules(self._parts.model, self._marks)
         self._parts.timers.traced = self._marks
-        logging = self._parts.config.logging
-        if self._under_nsys and not logging.use_pytorch_profiler:
+        flags = self._parts.config.logging
+        if self._under_nsys and not flags.use_pytorch_profiler:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if self._cuda else []
@@ -207,8 +209,8 @@ class Profile:
             activities=activities,
             schedule=torch.profiler.schedule(wait=0, warmup=int(warm_up), active=active, repeat=1),
             on_trace_ready=self._write,
-            record_shapes=logging.pytorch_profiler_collect_shapes,
-            with_stack=logging.pytorch_profiler_collect_callstack,
+            record_shapes=flags.pytorch_profiler_collect_shapes,
+            with_stack=flags.pytorch_profiler_collect_callstack,
         )
         self._profiler.start()
 
@@ -219,9 +221,18 @@ class Profile:
             iteration.__exit__(None, None, None)
 
     def _write(self, profiler: torch.profiler.profile) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._traced:
+            self._say("profile: the run ended before the first iteration to be traced; there is no trace")
+            return
         name = f"{self._stem}_iter{self._traced[0]}-{self._traced[-1]}.pt.trace.json.gz"
         partial = self._directory / f".partial-{name}"  # its end says that it is to be compressed
-        profiler.export_chrome_trace(str(partial))
-        os.replace(partial, self._directory / name)
-        self._say(f"profile: {self._directory / name}; {HOW_TO_OPEN}")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(partial))
+            os.replace(partial, self._directory / name)
+        except OSError as error:  # a full disk is no reason to end a training run
+            _log.warning("profile: %s is not written: %s", self._directory / name, error)
+        else:
+            self._say(f"profile: {self._directory / name}; {HOW_TO_OPEN}")
+        finally:
+            partial.unlink(missing_ok=True)

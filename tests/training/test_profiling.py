@@ -93,10 +93,12 @@ def test_the_trace_has_every_phase_module_and_operator(corpus, tmp_path, capsys)
 
 
 def test_a_run_that_ends_early_leaves_what_there_was_and_others_nothing(corpus, tmp_path, capsys, monkeypatch):
-    """Iterations beyond the end are named; an error in the middle leaves a trace; ranks that aren't asked no file."""
+    """Iterations beyond the end are named, and a run that ends when all is warm; an error leaves a trace."""
     argv = flags(corpus, *SHORT, "--profile", "--log-dir", str(tmp_path))
     assert run(*argv) == 0
     assert "--profile: iterations 11 to 12 will not run, only 1 to 4; nothing is traced" in capsys.readouterr().out
+    assert run(*argv, "--profile-step-start", "2", "--profile-step-end", "3", "--exit-interval", "2") == 0
+    assert "the run ended before the first iteration to be traced" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
     original = trainer.Trainer._iteration
