@@ -33,10 +33,11 @@ PHASES = {
     COMMUNICATION: 2,
 }
 """Megatron's names where it has one -> the level from which on a phase is measured. forward-backward and all-grads-sync
-as Megatron nests them: the first has the second inside. communication: every wait for a collective, wherever it is."""
+as Megatron nests them: the first has the second inside. communication: waits for collectives over the axes of the
+layout, wherever they are; not for what all ranks agree on between two iterations."""
 WAITS = ("forward-recv", "backward-recv", COMMUNICATION)
 OPEN_SPANS = 4096
-"""Spans of events that are kept before those that are over are added up."""
+"""Spans after which those that are over are added up, and after as many more again."""
 
 
 class Timers:
@@ -53,6 +54,7 @@ class Timers:
         self._measured = frozenset(self.names) - {DATA}
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, bool, object, object]] = []
+        self._fold_at = OPEN_SPANS
         self._sums: dict[tuple[str, bool], float] = {}
 
     def __call__(self, name: str, detail: str = "") -> AbstractContextManager:
@@ -75,8 +77,9 @@ class Timers:
 
     def add(self, name: str, begin: object, end: object) -> None:
         self._spans.append((name, self.working, begin, end))
-        if len(self._spans) >= OPEN_SPANS:
+        if len(self._spans) >= self._fold_at:
             self._fold(wait=False)
+            self._fold_at = len(self._spans) + OPEN_SPANS  # those that are left are far behind on a GPU: not each time
 
     def _fold(self, *, wait: bool) -> None:
         """Adds up the spans that are over; wait: all of them."""
@@ -96,6 +99,7 @@ class Timers:
         On a GPU waits for what was queued.
         """
         self._fold(wait=True)
+        self._fold_at = OPEN_SPANS
         sums, self._sums = self._sums, {}
         phases = {name: sums.get((name, True), 0.0) + sums.get((name, False), 0.0) for name in self._measured}
         return phases, sum(sums.get((name, True), 0.0) for name in WAITS)

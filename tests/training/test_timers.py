@@ -10,7 +10,7 @@ from megafp8.parallel import ParallelContext
 from megafp8.step import no_spans
 from megafp8.training import step
 from megafp8.training.run_log import read_metrics
-from megafp8.training.timers import DATA, PHASES, PhaseTime, Timers, over_ranks, table
+from megafp8.training.timers import DATA, OPEN_SPANS, PHASES, PhaseTime, Timers, over_ranks, table
 from tests.training.runs import flags, run, write_corpus
 
 CPU = torch.device("cpu")
@@ -40,6 +40,27 @@ def test_waits_count_as_no_work_where_the_rank_is_at_work():
     phases, waited = timers.take()
     assert phases["communication"] >= 0.02
     assert 0.01 <= waited < 0.02
+
+
+def test_spans_that_are_open_on_the_device_are_not_asked_for_again_at_each_new_one():
+    class Event:
+        asked, done = 0, False
+
+        def query(self):
+            Event.asked += 1
+            return Event.done
+
+        def synchronize(self):
+            Event.done = True
+
+        def elapsed_time(self, end):
+            return 1.0
+
+    timers = Timers(torch.device("cuda"), 2)  # touches none
+    for _ in range(3 * OPEN_SPANS):
+        timers.add("optimizer", Event(), Event())
+    assert Event.asked == 3
+    assert timers.take()[0]["optimizer"] == pytest.approx(3 * OPEN_SPANS / 1e3)
 
 
 def test_megatrons_table_and_the_slowest_rank():
