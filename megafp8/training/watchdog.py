@@ -117,14 +117,18 @@ class Watchdog:
             first = not self._store.check([END])
             if first:
                 self._store.set(END, json.dumps([code, reason]))
+        self._let_others_read()
+        return first
+
+    def _let_others_read(self) -> None:
         if self._rank == 0:  # whose process may hold the store
             time.sleep(self._interval + 1.0)
-        return first
 
     def _end_with_others(self) -> None:
         if self._store.check([END]):
             code, reason = json.loads(self._store.get(END))
             print(f"rank {self._rank}: ended, for {reason}", file=sys.stderr, flush=True)
+            self._let_others_read()
             self._end(code)
 
     def _tell(self, idle: float, interval: float) -> None:
