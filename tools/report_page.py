@@ -135,7 +135,8 @@ def _largest(run: Run, key: str, form: str) -> str:
 
 
 def _seconds(run: Run) -> str:
-    total = float(np.nansum(run.curve("elapsed_ms")[1])) / 1000
+    times = run.curve("elapsed_ms")[1]
+    total = float(times[np.isfinite(times)].sum()) / 1000
     hours, rest = divmod(int(total), 3600)
     if not run.training:
         return ""

@@ -237,7 +237,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         for number, raw in enumerate(stream, start=1):
             try:
                 line = {key: math.nan if value is None else value for key, value in json.loads(raw).items()}
-                line["iteration"] + 1  # a number, by which lines are told apart
+                if not isinstance(line["iteration"], int):  # by which lines are told apart
+                    raise TypeError
                 found.append(line)
             except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
                 damaged.append(number)
@@ -250,7 +251,7 @@ def by_iteration(lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], lis
     validation: dict[tuple[str, int], dict[str, Any]] = {}
     for line in lines:
         if "valid_loss" in line:
-            validation[line.get("dataset", ""), line["iteration"]] = line
+            validation[str(line.get("dataset", "")), line["iteration"]] = line
         else:
             training[line["iteration"]] = line
     return [training[i] for i in sorted(training)], [validation[k] for k in sorted(validation)]

@@ -152,6 +152,9 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, capsys):
     (bare / "events.jsonl").unlink()
     (bare / "args.json").write_text("{")
     damaged = make_run(tmp_path / "damaged")
+    strange = [{"iteration": None}, {"iteration": 1.5}, {"iteration": 41, "valid_loss": 5.0, "dataset": ["x"]}]
+    with open(damaged / "metrics.jsonl", "a") as stream:
+        stream.writelines(json.dumps(line) + "\n" for line in (*strange, training(42, elapsed_ms=1e999)))
     with open(damaged / "fp8_monitor.jsonl", "a") as stream:
         stream.write('half\n{"iteration": 40}\n')
     empty = tmp_path / "empty"
@@ -161,6 +164,7 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, capsys):
     text = "\n".join(page.text)
     assert "bare: args.json: damaged" in text
     assert "went on from iteration 1, after 3" in text
+    assert "damaged: metrics.jsonl: 2 damaged lines left out (number 43, 44)" in text
     assert "damaged: fp8_monitor.jsonl: 1 damaged line left out (number 28)" in text
     assert "empty: no training line yet" in text
     alone = Page(make_page(tmp_path, capsys, empty).read_text())
