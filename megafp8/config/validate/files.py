@@ -3,7 +3,7 @@
 import sys
 from glob import escape
 from importlib.util import find_spec
-from os.path import isdir, isfile  # Path's raises an error for a name that is too long
+from os.path import exists, isdir, isfile  # Path's raises an error for a name that is too long
 from pathlib import Path
 
 from megafp8.config.config import Config, flag_of
@@ -29,13 +29,13 @@ def check_files(config: Config) -> None:
                 _check_prefix(flag_of(name), prefix)
     for name in TOKENIZER_FILES.get(config.data.tokenizer_type, ()):
         path = Path(config.value(name))
-        if not path.exists():
+        if not exists(path):
             raise ValueError(f"{flag_of(name)} {path}: no such file; give the tokenizer's path")
     project = config.logging.wandb_project
     if project and not config.train.dry_run and not _installed("wandb"):
         raise ValueError(f"--wandb-project {project}: the package wandb is not installed; pip install 'megafp8[wandb]'")
     load = config.checkpoint.load
-    if load and (config.checkpoint.finetune or config.train.skip_train) and not Path(load).is_dir():
+    if load and (config.checkpoint.finetune or config.train.skip_train) and not isdir(load):
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
     if load:
         check_no_foreign_model(load)
@@ -77,5 +77,5 @@ def _check_prefix(flag: str, prefix: str) -> None:
             "--output-prefix PREFIX makes them, and PREFIX_text_document goes here"
         )
     for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
+        if not isfile(prefix + suffix):
             raise ValueError(f"{flag} {prefix}: {prefix}{suffix} is missing; build it with tools/preprocess_data.py")
