@@ -26,7 +26,11 @@ setup(
     package_data={"megafp8.fp8": ["*.json"]},
     install_requires=["torch>=2.11", "numpy", "safetensors", "sentencepiece", "tqdm", "rich", "tensorboard"],
     extras_require={
-        **{"test": TEST, "plot": PLOT, "data": DATA, "wandb": WANDB, "eval": EVAL},
+        "test": TEST,
+        "plot": PLOT,
+        "data": DATA,
+        "wandb": WANDB,
+        "eval": EVAL,
         "all": TEST + PLOT + DATA,
     },
 )
