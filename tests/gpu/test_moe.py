@@ -111,7 +111,7 @@ def test_layer_is_near_the_cpu(name):
         assert relative_error(got.cpu(), expected) < (0.15 if name == "tensorwise" else 2e-2)
 
 
-@pytest.mark.parametrize("name", [None, "blockwise"])
+@pytest.mark.parametrize("name", [None, "blockwise", "mxfp8", "tensorwise"])
 def test_nothing_waits_for_the_device(name):
     """Forward and backward of a layer whose experts are all here; counts stay on the device."""
     made = layer("cuda", name and get_recipe(name))
