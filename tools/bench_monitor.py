@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     import pretrain_gpt
+    from megafp8.config.publish import publish
 
     found = {}
     for name, recipe in RECIPES.items():
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
         found[name] = cost(lines, WARM_UP[args.size]) | {"limit": LIMIT}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        publish(args.json, json.dumps(found, indent=1) + "\n")
     for name, of in found.items():
         iteration, look, share = (of[key] for key in ("iteration_ms", "look_ms", "share"))
         verdict = f"{'below' if share < LIMIT else 'NOT below'} {LIMIT:.0%}"
