@@ -224,7 +224,7 @@ def test_averages_are_of_masters(stories_bf16, corpus, tmp_path):
     ("argv", "text"),
     [
         (("from-hf", "--hf", "nowhere", "--save", "out"), "--hf nowhere: no such directory"),
-        (("to-hf", "--load", "nowhere", "--hf", "out"), "--load nowhere: no checkpoint there"),
+        (("to-hf", "--load", "nowhere", "--hf", "out"), "--load nowhere: no such directory"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--family", "opt"), "--family opt: use one of llama"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--family", "gpt2"), "family gpt2 has no such model"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--max-shard-size", "5"), "--max-shard-size 5"),
