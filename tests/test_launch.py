@@ -1,4 +1,4 @@
-"""The launch scripts of examples/: their flags, and what torchrun and Slurm's commands see (fakes on PATH). CASES 91."""
+"""The launch scripts of examples/: flags, and what torchrun and Slurm's commands see (fakes on PATH). CASES 91."""
 
 import os
 import re
