@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(config: Config) -> int:
-    from megafp8.parallel import build_parallel, close_parallel
+    from megafp8.parallel import abandon_parallel, build_parallel, close_parallel
     from megafp8.training.build import build_parts, pick_device
     from megafp8.training.memory_watch import record_history
     from megafp8.training.restart import restarted
@@ -57,7 +57,9 @@ def train(config: Config) -> int:
         parallel = build_parallel(config, device)
         trainer = Trainer(build_parts(config, parallel, device))
     except ValueError as error:
-        return mistake(error)
+        code = mistake(error)
+        abandon_parallel()
+        return code
     code = trainer.run()
     close_parallel(parallel)
     return code

@@ -304,6 +304,15 @@ def close_parallel(parallel: ParallelContext) -> None:
         dist.destroy_process_group()
 
 
+def abandon_parallel() -> None:
+    """For the way out of a mistake: waits for nobody.
+
+    A process that ends with gloo's threads at work may hang or abort. NCCL's groups may wait for others: they are left.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 def _check_world(p: ParallelConfig) -> None:
     started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if started != p.world_size:
