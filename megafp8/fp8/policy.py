@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from fnmatch import fnmatchcase
 
 import torch
@@ -78,11 +79,13 @@ def recipe_of(config: Config) -> Recipe | None:
         "weight_format": fp8.fp8_weight_format,
         "grad_format": fp8.fp8_grad_format,
     }
-    if name == "delayed":  # the one recipe whose flags have defaults of their own, Megatron-LM's
-        axes["margin"] = fp8.fp8_margin
-        axes["amax_history_len"] = fp8.fp8_amax_history_len
-        axes["amax_compute_algo"] = fp8.fp8_amax_compute_algo
-    return get_recipe(name, **axes)
+    history = {  # flags with defaults of their own, Megatron-LM's: for recipes that have a history
+        "margin": fp8.fp8_margin,
+        "amax_history_len": fp8.fp8_amax_history_len,
+        "amax_compute_algo": fp8.fp8_amax_compute_algo,
+    }
+    own = {axis.name for axis in fields(RECIPES[name])}
+    return get_recipe(name, **axes, **{axis: value for axis, value in history.items() if axis in own})
 
 
 def from_config(config: Config) -> Policy:

@@ -12,6 +12,7 @@ import torch
 
 from megafp8.config import Config
 from megafp8.fp8 import Recipe
+from megafp8.fp8.formats import Scale
 from megafp8.plan.flops import fp8_training_flops_per_token, training_flops_per_token
 
 GIB = 1 << 30
@@ -85,7 +86,7 @@ def ideal_seconds_per_token(config: Config, peaks: Peaks, *, has_mxfp8: bool) ->
     high = peaks.bf16 if config.train.bf16 else peaks.fp32
 
     def runs_in_fp8(recipe: Recipe) -> bool:
-        return peaks.fp8 is not None and (recipe.name != "mxfp8" or has_mxfp8)
+        return peaks.fp8 is not None and (recipe.scale is not Scale.E8M0 or has_mxfp8)
 
     in_fp8 = fp8_training_flops_per_token(config, runs_in_fp8)
     rest = training_flops_per_token(config) - in_fp8
