@@ -5,12 +5,21 @@ from pathlib import Path
 
 
 def publish(path: str | Path, content: str | bytes) -> None:
-    """Writes a file, in place of the one that is there; its directory is made. Raises OSError, and leaves no trace."""
+    """Writes a file, in place of the one that is there; its directory is made. Raises OSError, and leaves no trace.
+
+    A link stays one: the file that it names is replaced. What is no file (/dev/null, /dev/stdout, a pipe) is written to:
+    replacing it would take it from the whole machine.
+    """
     path = Path(path)
+    content = content.encode("utf-8") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    path = path.resolve() if path.is_symlink() else path
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
