@@ -28,10 +28,11 @@ def loss_rows_kernel(logits, top, total, columns, stride, BLOCK: tl.constexpr):
         x = tl.load(logits + start + cols, mask=start + cols < columns, other=float("-inf")).to(tl.float32)
         largest = tl.maximum(largest, x)
     most = tl.max(largest, 0)
+    base = tl.where(most == float("-inf"), 0.0, most)  # all are -inf: their sum is 0, to which other ranks may add
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         x = tl.load(logits + start + cols, mask=start + cols < columns, other=float("-inf")).to(tl.float32)
-        sums += tl.exp(x - most)
+        sums += tl.exp(x - base)
     tl.store(top + row, most)
     tl.store(total + row, tl.sum(sums, 0))
 
