@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
                     rows[recipe].append([*sizes, speed])
                 line = "".join(f"{speed:12.2f}" for speed in speeds.values())
                 print(f"{shape:6}{sizes[0]:8}{sizes[1]:8}{sizes[2]:8}{ms[None]:10.3f}{line}", flush=True)
-    write(args.crossover, name, rows)
+        write(args.crossover, name, rows)  # so that a run which is cut short has a table
     return 0
 
 

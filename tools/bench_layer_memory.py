@@ -36,6 +36,7 @@ from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.core.transformer.rope import Rotation, inverse_frequencies, rotation
 from megafp8.fp8 import DelayedScaling, policy
 from megafp8.parallel import ParallelContext
+from megafp8.params import named_specs
 from megafp8.plan.activations import layer_activations
 from megafp8.step import StepContext
 
@@ -83,6 +84,23 @@ class Gradients:
 
     def ready(self, param: Tensor) -> None:
         pass
+
+
+@torch.no_grad()
+def lay_side_by_side(layer: nn.Module, buffers: dict[int, Tensor]) -> None:
+    """Puts experts' weights, and their gradients' buffers, where the optimizer keeps them: those that are multiplied
+    together in one piece, of which nobody has to make a copy."""
+    stacks: dict[str, list[nn.Parameter]] = {}
+    for spec, param in sorted(named_specs(layer), key=lambda pair: pair[0].stack or ("", 0)):
+        if spec.stack is not None:
+            stacks.setdefault(spec.stack[0], []).append(param)
+    for params in stacks.values():
+        values = torch.stack([param.detach() for param in params])
+        zeros = torch.zeros(values.shape, device=values.device)
+        for param, value, buffer in zip(params, values, zeros, strict=True):
+            param.data = value
+            if id(param) in buffers:
+                buffers[id(param)] = buffer
 
 
 class Layer:

@@ -24,32 +24,34 @@ import statistics
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import bench_crossover
 import bench_timing
 import torch
-from bench_layer_memory import Gradients, PlainLayer
+from bench_layer_memory import Gradients, PlainLayer, lay_side_by_side
 from step_report import breakdown, draw, slowest, table
-from torch import nn
+from torch import Tensor, nn
 
 from megafp8.config import Config, parse_args, with_vocab_size
-from megafp8.core import gpt
 from megafp8.core.build import BuildContext
+from megafp8.core.gpt import initialize
 from megafp8.core.transformer.block import TransformerBlock
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.rope import inverse_frequencies, rotation
 from megafp8.fp8 import DelayedScaling, policy
 from megafp8.parallel import ParallelContext
-from megafp8.params import named_specs, unpadded
+from megafp8.params import InitialValues, ParamSpec, unpadded
 from megafp8.plan.conversions import conversions, markdown, unknown
 from megafp8.plan.flops import training_flops_per_token
 from megafp8.step import StepContext
-from megafp8.training.build import build_parts
+from megafp8.training import build as job
 from megafp8.training.progress import read_records
 from megafp8.training.throughput import GIB
 from megafp8.training.trainer import Trainer
@@ -105,12 +107,16 @@ def config_of(args: argparse.Namespace, recipe: str) -> Config:
     return with_vocab_size(config, config.data.vocab_size + 1)
 
 
-@torch.no_grad()
-def quick_weights(model: nn.Module, *unused: object) -> None:
-    """Random weights made on the device, in place of those that are functions of seed and name, which take longer."""
-    for spec, param in named_specs(model):
-        part = unpadded(param, spec)
-        part.fill_(1.0) if spec.init.kind == "ones" else part.normal_(std=0.02)
+def quick_values(device: torch.device) -> InitialValues:
+    """Random initial values made on the device, the same for each recipe; the CPU's take minutes at these sizes."""
+
+    def initial(spec: ParamSpec, seed: int) -> Tensor:
+        value = torch.zeros(spec.local_shape, device=device)
+        own, generator = unpadded(value, spec), torch.Generator(device).manual_seed(zlib.crc32(spec.name.encode()))
+        own.fill_(1.0) if spec.init.kind == "ones" else own.normal_(std=0.02, generator=generator)
+        return value
+
+    return initial
 
 
 class Layers:
@@ -120,13 +126,14 @@ class Layers:
         build = BuildContext.of(config, ParallelContext(), device, policy.from_config(config))
         self.config, batch, length = config, config.train.micro_batch_size, config.data.seq_length
         self.block = TransformerBlock(range(config.model.num_layers), build)
-        quick_weights(self.block)
+        initialize(self.block, 0, quick_values(device))
         self.x = torch.randn(batch * length, config.model.hidden_size, device=device).bfloat16().requires_grad_()
         self.dy = torch.randn_like(self.x)
         positions = torch.arange(length, device=device).repeat(batch)
         turn = rotation(positions, inverse_frequencies(config.model, device))
         self.scaling = DelayedScaling.of(self.block)
         sink = Gradients(self.block) if gradients == "fp32" else None
+        lay_side_by_side(self.block, sink.buffers if sink is not None else {})
         self.arguments = Sequences(batch, length, turn), StepContext(grads=sink, scaling=self.scaling)
         self.leaves, self.forward = (self.x, *self.block.parameters()), self.block.__call__
 
@@ -164,8 +171,8 @@ class Steps:
     """Whole steps of the training loop on mock data. losses: of all steps so far."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        with quickly_initialized(), redirect_stdout(io.StringIO()):
-            self.trainer = Trainer(build_parts(config, ParallelContext(), device))
+        with quickly_initialized(device), redirect_stdout(io.StringIO()):
+            self.trainer = Trainer(job.build_parts(config, ParallelContext(), device))
         self.batches, self.records = self.trainer._training_batches(), []
 
     def __call__(self) -> None:
@@ -182,13 +189,14 @@ class Steps:
 
 
 @contextmanager
-def quickly_initialized() -> Iterator[None]:
-    """Inside, models get `quick_weights`."""
-    original, gpt.initialize = gpt.initialize, quick_weights
+def quickly_initialized(device: torch.device) -> Iterator[None]:
+    """Inside, weights and masters that are built start from `quick_values`."""
+    originals, initial = (job.build_model, job.build_optimizer), quick_values(device)
+    job.build_model, job.build_optimizer = (partial(original, initial=initial) for original in originals)
     try:
         yield
     finally:
-        gpt.initialize = original
+        job.build_model, job.build_optimizer = originals
 
 
 @dataclass
