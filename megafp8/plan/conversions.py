@@ -83,8 +83,9 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
     m, rows, k, n = config.model, sizes.tokens * shape.share, shape.in_features, shape.out_features
     formats, place, high = recipe.formats, f"layers.*.{shape.part}", _high(config)
     expert, part = "*" in shape.part, shape.part.rpartition(".")[2]
+    each = expert and _needs_amax(recipe)  # a scale an expert, of all its rows: quantized where they are together
     producer, kernels = _producer(config, shape, recipe)
-    again = _input_is_made_again(part, producer)
+    again = _input_is_made_again(part, "SwiGLU" if each and m.swiglu else producer)
     x = _bytes(recipe, "input", rows, k)
     passes = 2 if _needs_amax(recipe) else 1  # a tensor's scale is known only after its last element
     forward = "row" if again else "row + col"
@@ -102,7 +103,7 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
             "SwiGLU's gradient" if gated else producer and f"{producer} again",
             SWIGLU_KERNELS if gated else kernels or QUANTIZE_KERNELS,
         )  # fmt: skip
-    fused = part == "fc1" and m.swiglu and not shape.bias and not _square(recipe, "grad_output")
+    fused = part == "fc1" and m.swiglu and not (shape.bias or each or _square(recipe, "grad_output"))
     dy = 2 * _bytes(recipe, "grad_output", rows, n)
     yield Conversion(
         f"{place} grad_output", "backward", high, formats["grad_output"], "row + col",
@@ -130,10 +131,12 @@ def _producer(config: Config, shape: PartShape, recipe: Recipe) -> tuple[str, tu
     m, (place, _, part) = config.model, shape.part.rpartition(".")
     if _square(recipe, "input"):
         return "", ()
+    if "*" in shape.part and _needs_amax(recipe):
+        return "", ()
     if part == "fc2":
         return ("SwiGLU", SWIGLU_KERNELS) if m.swiglu else ("", ())
-    if "*" in shape.part and recipe.tiles["input"] != "tensor":
-        return "rows of experts", ROW_KERNELS
+    if "*" in shape.part:
+        return ("rows of experts", ROW_KERNELS) if recipe.tiles["input"] != "tensor" else ("", ())
     shared = place == "mlp.shared_experts"  # its input is the router's as well
     if m.normalization == "RMSNorm" and part in ("qkv", "q_proj", "q_down", "q_up", "kv_down", "kv_up", "fc1"):
         return ("", ()) if shared else ("RMSNorm", NORM_KERNELS)

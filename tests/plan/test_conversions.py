@@ -50,6 +50,10 @@ def test_flags_move_the_ledger():
     experts = ledger("blockwise", preset="qwen3-30b-a3b")
     assert experts["mlp.experts.*.fc1 input", "forward"].fused == "rows of experts"
     assert experts["mlp.experts.*.fc1 weight", "forward"].times == 4 * 128
+    each = ledger("tensorwise", preset="qwen3-30b-a3b")  # a scale an expert: no producer knows it
+    for key in (("fc1 input", "forward"), ("fc1 grad_output", "backward"), ("fc2 input", "backward")):
+        assert each[f"mlp.experts.*.{key[0]}", key[1]].fused == ""
+    assert each["mlp.experts.*.fc2 input", "forward"].orientations == "row"
 
 
 def test_kernels_that_the_ledger_lacks_are_named():
