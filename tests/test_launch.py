@@ -153,6 +153,7 @@ def test_two_nodes_by_hand(desk):
         assert flags(args)[-2:] == ["--seed", "7"]
         assert env["CUDA_DEVICE_MAX_CONNECTIONS"] == env["OMP_NUM_THREADS"] == "1"
         assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+        assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_two_nodes_in_slurm(desk):

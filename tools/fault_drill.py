@@ -149,7 +149,7 @@ def start_job(directory: Path, data: Path, names: list[str], log: Path) -> int:
     """The job under torchrun, in the foreground; returns its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts"]
     command += ["4", __file__, "--output", str(directory), "--rank-with", ",".join(names), *flags(data, directory)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with log.open("w") as out:
         return subprocess.run(command, env=env, stdout=out, stderr=subprocess.STDOUT, check=False).returncode

@@ -19,6 +19,7 @@ preset() {
 preset CUDA_DEVICE_MAX_CONNECTIONS 1
 preset PYTORCH_CUDA_ALLOC_CONF expandable_segments:True
 preset OMP_NUM_THREADS 1
+preset TORCH_DISABLE_SHARE_RDZV_TCP_STORE 1 # ranks that start again would find addresses of those that died
 
 if [ "$NNODES" -gt 1 ]; then
     # Ranks follow the nodes' numbers, in Slurm the network's topology; c10d's rendezvous would number them itself.

@@ -27,7 +27,7 @@ from megafp8.parallel import ParallelContext
 T = TypeVar("T")
 EXIT_HUNG = 18
 END = "watchdog/end"
-"""The store's key under which a rank that ends says so."""
+"""The store's key, in a start of the job, under which a rank that ends says so."""
 TELL_AT, GRACE = 0.75, 15.0
 PHASES = ("data", "forward and backward", "update", "log", "evaluation", "save")
 """In the order of an iteration: who is at an earlier one is behind."""
@@ -55,6 +55,8 @@ class Watchdog:
     ) -> None:
         """timeout: seconds. store: None where there is one process, which nobody waits for: it is not watched."""
         self._rank, self._world, self._store, self._timeout, self._end = rank, world_size, store, timeout, end
+        # torchrun's store may outlive ranks that it starts again, which shall not end for what ended the ones before.
+        self._end_key = f"{END}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._place, self._moved = (0, 0), time.monotonic()
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,9 +116,9 @@ class Watchdog:
             return True
         first = True
         with _without_store():
-            first = not self._store.check([END])
+            first = not self._store.check([self._end_key])
             if first:
-                self._store.set(END, json.dumps([code, reason]))
+                self._store.set(self._end_key, json.dumps([code, reason]))
         self._let_others_read()
         return first
 
@@ -125,8 +127,8 @@ class Watchdog:
             time.sleep(self._interval + 1.0)
 
     def _end_with_others(self) -> None:
-        if self._store.check([END]):
-            code, reason = json.loads(self._store.get(END))
+        if self._store.check([self._end_key]):
+            code, reason = json.loads(self._store.get(self._end_key))
             print(f"rank {self._rank}: ended, for {reason}", file=sys.stderr, flush=True)
             self._let_others_read()
             self._end(code)

@@ -127,8 +127,11 @@ def test_other_errors_are_what_they_were(corpus, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("out_of_memory*"))
 
 
-def test_all_ranks_end_by_the_code_and_one_shows_the_page(capfd):
+def test_all_ranks_end_by_the_code_and_one_shows_the_page(capfd, monkeypatch):
     store, ended = Shelf(), []
+    with monkeypatch.context() as before:
+        before.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+        Watchdog(1, 3, store, 4.0).end_all(19, "what ended an earlier start")
     with Watchdog(0, 3, store, 4.0, end=ended.append) as first, Watchdog(1, 3, store, 4.0, end=ended.append) as second:
         for dog in (first, second):
             dog.stand_down()
