@@ -10,7 +10,8 @@ bytes. q(x) are FP8 copies, a byte an element and direction; scales are left out
     proj      G, q(dY), dX [T a d], its input quantized again
     qkv       its dY, q(dY), dX [T h], and the sum of both gradients of the residual stream
     experts   the same as fc2 and fc1 of R rows; before, rows as they arrive and as they lie; BF16 weight gradients of
-              all experts of a linear together, which `torch._grouped_mm` can't add in place
+              all experts of a linear together, which `torch._grouped_mm` can't add in place; with a scale an expert,
+              fc1's dY and fc2's input are there in BF16, before and while they are quantized
     router    its input and gradient in FP32, and logits three times
     loss      the logits' gradient, and FP32 logits of a chunk of tokens
 
@@ -125,6 +126,9 @@ def _experts(plan: LayerPlan) -> int:
                                          if s.exchanges else 0)  # fmt: skip
     at_fc2 = hidden * (s.element + (2 if second is not None else 0)) + _activation(plan, "mlp.experts.*", rows)
     at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + hidden * s.element
+    if first is not None and first.input_tile == "tensor" and not first.uses_history:
+        at_fc1 += rows * fc1.out_features * s.element
+        at_fc2 += rows * fc2.in_features
     if first is None and runs_grouped(first):  # weight gradients of all experts, before they are added
         at_fc2 += fc2.copies * fc2.out_features * fc2.in_features * s.element
         at_fc1 += fc1.copies * fc1.out_features * fc1.in_features * s.element
