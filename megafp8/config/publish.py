@@ -7,8 +7,8 @@ from pathlib import Path
 def publish(path: str | Path, content: str | bytes) -> None:
     """Writes a file, in place of the one that is there; its directory is made. Raises OSError, and leaves no trace.
 
-    A link stays one: the file that it names is replaced. What is no file (/dev/null, /dev/stdout, a pipe) is written to:
-    replacing it would take it from the whole machine.
+    A link stays one: the file that it names is replaced. What is no file (/dev/null, /dev/stdout, a pipe) is written
+    to: replacing it would take it from the whole machine.
     """
     path = Path(path)
     content = content.encode("utf-8") if isinstance(content, str) else content

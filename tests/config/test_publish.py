@@ -40,4 +40,5 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "there" / "page")
     for text in ("one", "two"):  # dangling at first
         publish(tmp_path / "link", text)
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "page").read_text() == text
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "there" / "page").read_text() == text
