@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in PAGES}
 OTHERS = {
-    *("--nproc-per-node", "--max-restarts", "--nodes", "--local-dir", "--signal", "--append"),  # torchrun, sbatch, hf, wandb
+    *("--nproc-per-node", "--max-restarts", "--nodes", "--local-dir", "--signal", "--append"),
+    # torchrun, sbatch, hf, wandb
     *("--capture-range", "--capture-range-end", "--model", "--model_args", "--tasks", "--batch_size", "--include_path"),
     # nsys, lm_eval
 }
