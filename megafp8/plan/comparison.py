@@ -124,10 +124,11 @@ def measure(config: Config, plan: MemoryPlan, device: torch.device) -> dict[str,
             loss.backward()
             del loss
         optimizer.reduce_gradients()
-        static, peak = torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
+        static = torch.cuda.memory_allocated(device) - before
         if scaling is not None:
             scaling.advance()
         optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=2 * tokens.numel())
+        peak = torch.cuda.max_memory_allocated(device) - before
     return {
         "weights, copies, gradients, optimizer": (plan.static, static),
         "activations": (plan.held, held),

@@ -13,7 +13,8 @@ bytes. q(x) are FP8 copies, a byte an element and direction; scales are left out
               all experts of a linear together, which `torch._grouped_mm` can't add in place; with a scale an expert,
               fc1's dY and fc2's input are there in BF16, before and while they are quantized
     router    its input and gradient in FP32, and logits three times
-    loss      the logits' gradient, and FP32 logits of a chunk of tokens
+    loss      the logits' gradient, in the logits' place; FP32 logits of a chunk of tokens (GPUs have a kernel that needs
+              none), and after that the LM head's dX [T h], with what is gathered and scattered as for fc1
 
 GELU and squared ReLU are PyTorch formulas: FP32 copies of input, gradient, value and result.
 """
@@ -48,10 +49,13 @@ def backward_bytes(plan: LayerPlan, part: str) -> int:
     return max(_experts(plan), _router(plan), shared)
 
 
-def loss_bytes(sizes: Sizes) -> int:
-    """Returns what the loss holds on top of the logits while their gradient takes their place."""
+def loss_bytes(sizes: Sizes, tokens: int) -> int:
+    """Returns what loss and LM head hold on top of the logits of `tokens` tokens, whose gradient takes their place."""
     columns = sizes.model.padded_vocab_size // sizes.tp
-    return 4 * min(sizes.tokens * columns, max(CHUNK_ELEMENTS, columns))
+    in_fp32 = 4 * min(tokens * columns, max(CHUNK_ELEMENTS, columns))
+    hidden = tokens * sizes.model.hidden_size * sizes.element
+    around = hidden + hidden // sizes.tp if sizes.sequence_parallel else 0  # the input gathered again, dX scattered
+    return max(in_fp32, hidden + around)
 
 
 def _has_shared(plan: LayerPlan) -> bool:

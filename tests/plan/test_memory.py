@@ -1,5 +1,6 @@
 """Memory formulas against what the built parts hold."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from megafp8.plan.in_flight import ChunkBytes, most_held
 from megafp8.plan.layer_activations import quantized_bytes
 from megafp8.plan.memory import plan_memory
 from megafp8.plan.shapes import LayerShape
-from megafp8.plan.transients import CORE, backward_bytes
+from megafp8.plan.sizes import Sizes
+from megafp8.plan.transients import CORE, backward_bytes, loss_bytes
 from megafp8.plan.transients import MLP as MLP_PART
 from megafp8.step import StepContext
 from tests.plan import variants
@@ -221,6 +223,17 @@ def test_temporaries_of_a_llama_8b_layer(make):
         assert backward_bytes(plan, MLP_PART) == mib << 20
         # Core attention: G, d(output), dq, dk and dv, and the FP32 sum of dq are more than what proj holds.
         assert backward_bytes(plan, CORE) == (64 + 64 + 64 + 2 * 16 + 128) << 20
+
+
+def test_temporaries_of_head_and_loss(make):
+    """8192 tokens of 4096 channels: dX 64 MiB; the input gathered again as much, and dX scattered over two ranks 32."""
+    wide = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "bf16": True, "seq_length": 4096}
+    sizes = {"": {}, "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "world_size": 2}}
+    for flags, mib in zip(sizes.values(), (64, 64 + 64 + 32), strict=True):
+        assert loss_bytes(Sizes.of(make("llama", micro_batch_size=2, **wide | flags)), 8192) == mib << 20
+    alone = Sizes.of(make("llama", micro_batch_size=2, **wide))
+    few = replace(alone, model=replace(alone.model, hidden_size=8))
+    assert loss_bytes(few, 8192) == 4 * 8192 * 384, "FP32 logits of all tokens"
 
 
 def test_the_peak_is_in_the_part_that_holds_most():
