@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from megafp8.config import Config, with_vocab_size
+from megafp8.config.parallel import layout_sizes
 from megafp8.data import build_tokenizer
 from megafp8.lone import Copying, lone_parallel, nothing
 from megafp8.meter import Key, Meter
 from megafp8.plan.communication import means_of_stage
-from megafp8.plan.rank_parameters import held_layers, rank_parameters
+from megafp8.plan.rank_parameters import RankParameter, held_layers, rank_parameters
 from megafp8.training.bare_job import BareJob
 from megafp8.training.build import memory_for, set_determinism
 
@@ -69,7 +70,7 @@ def measure_one_rank(config: Config, device: torch.device, rank: int, steps: int
     meter = Meter()
     set_determinism(config, device)
     start = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    stages = partial(_stage_says, config, _stage_of(config, rank))
+    stages = partial(_stage_says, config, _stage_of(config, rank), _first_expert(config, rank))
     with lone_parallel(config, rank, device.type, meter=meter, stages=stages) as parallel:
         with memory_for(config, device):
             job = BareJob(config, parallel, device)
@@ -86,11 +87,22 @@ def _stage_of(config: Config, rank: int) -> int:
     return rank // (config.parallel.world_size // config.parallel.pipeline_model_parallel_size)
 
 
-def _stage_says(config: Config, own: int, rank: int, value: Any) -> Any:
+def _first_expert(config: Config, rank: int) -> int:
+    """The first that this rank, and its counterparts on other stages, hold."""
+    sizes = layout_sizes(config.parallel)
+    return rank // sizes["etp"] % sizes["ep"] * ((config.model.num_experts or 0) // sizes["ep"])
+
+
+def _name(p: RankParameter, first_expert: int) -> str:
+    """Its global name, of a rank that is not the first of those that experts are dealt to."""
+    return p.name.replace(f".experts.{p.number}.", f".experts.{first_expert + p.number}.", 1) if p.expert else p.name
+
+
+def _stage_says(config: Config, own: int, first_expert: int, rank: int, value: Any) -> Any:
     """What pipeline rank `rank` says where this stage, `own`, says `value`: its parameters, the means that it reports,
     or its layers with experts, whichever it is that this stage has named."""
     names = (
-        lambda stage: sorted(p.name for p in rank_parameters(config, stage)),
+        lambda stage: sorted(_name(p, first_expert) for p in rank_parameters(config, stage)),
         lambda stage: sorted(means_of_stage(config, stage, loads=True)),
     )
     if isinstance(value, list):  # of layers, whose loads are logged

@@ -44,6 +44,16 @@ def test_a_rank_alone_reports_memory_time_and_traffic(monkeypatch, capsys, rank,
     assert all(line[4] == line[5] and line[6] == line[7] for line in traffic), "planned is counted"
 
 
+def test_the_last_stage_of_other_experts_shares_the_embedding(monkeypatch, capsys):
+    """Its parameters are known by name, those of its experts too."""
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "13")
+    tied = [flag for flag in FLAGS.split() if flag != "--untie-embeddings-and-output-weights"]
+    assert pretrain_gpt.main(tied) == 0
+    traffic = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("send over pp")]
+    assert all(line[4] == line[5] and line[6] == line[7] for line in traffic) and traffic
+
+
 @pytest.mark.parametrize(
     ("rank", "more", "words"),
     [
