@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from megafp8.data.documents import Cursor
 from megafp8.data.indexed import index_path, token_path
 
-FORMAT = 1  # raise when the meaning of a file in there changes
+FORMAT = 2  # raise when the meaning of a file in there changes
 SECONDS_BETWEEN_COMMITS = 5.0
 _MOST_OF_THE_TIME = 0.05  # that commits may take
 
@@ -85,14 +86,16 @@ class Partial:
         """The state there is; None when there is none, or none that anything was committed to."""
         try:
             state = json.loads(self.path("progress.json").read_text())
-            written, job = state["format"], state["job"]
+            written, checksum = state["format"], state.pop("checksum", None)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{self.path('progress.json')}: damaged; --restart begins anew") from None
         if written != FORMAT:
             raise ValueError(f"{self.directory}/: left by another version of megafp8; --restart begins anew")
-        found = differences(job, json.loads(json.dumps(self.job)))
+        if checksum != _checksum(state):
+            raise ValueError(f"{self.path('progress.json')}: damaged; --restart begins anew")
+        found = differences(state["job"], json.loads(json.dumps(self.job)))
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             raise ValueError(
@@ -143,7 +146,7 @@ class Partial:
         state |= {"cursor": dataclasses.asdict(self.cursor), "finished": self.finished}
         temporary = self.path("progress.json.new")
         with open(temporary, "w") as f:
-            f.write(json.dumps(state))
+            f.write(json.dumps(state | {"checksum": _checksum(state)}))
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, self.path("progress.json"))
@@ -191,6 +194,11 @@ class Partial:
     def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def _checksum(state: dict) -> int:
+    """So that whatever happened to the file is one mistake: its numbers are trusted with what is cut off and read."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
 def differences(old: dict[str, dict], new: dict[str, dict]) -> list[str]:

@@ -223,9 +223,11 @@ def test_other_inputs_and_flags_are_noticed(tmp_path, capsys):
         assert "--restart" in error
     progress = tmp_path / "o.partial" / "progress.json"
     assert json.loads(progress.read_text())["records"] == 12
-    progress.write_text("{")
-    assert run(preprocess_data.main, plain) == 2
-    assert "damaged; --restart" in capsys.readouterr().err
+    state = json.loads(progress.read_text())
+    for damaged in ("{", "[]", json.dumps(state | {"records": -1}), json.dumps(state | {"job": None})):
+        progress.write_text(damaged)
+        assert run(preprocess_data.main, plain) == 2
+        assert "damaged; --restart" in capsys.readouterr().err
     assert run(preprocess_data.main, [*plain, "--restart"]) == 0
     assert not progress.parent.exists()
 
