@@ -64,8 +64,13 @@ class Run:
         return found if isinstance(found, dict) else {}
 
 
+def drawable(value: float) -> float:
+    """NaN for what is too large for differences and margins of it to be finite; JSON's integers have no limit."""
+    return value if abs(value) <= 1e300 else math.nan
+
+
 def _curve(lines: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    found = [(line["iteration"], line[key]) for line in lines if isinstance(line.get(key), (int, float))]
+    found = [(line["iteration"], drawable(line[key])) for line in lines if isinstance(line.get(key), (int, float))]
     x, y = np.array([f[0] for f in found], dtype=float), np.array([f[1] for f in found], dtype=float)
     return (x, y) if np.isfinite(y).any() else (np.array([]), np.array([]))
 
@@ -187,6 +192,7 @@ def grids(run: Run, number: str) -> list[Grid]:
         for (iteration, linear, other), line in run.monitor.items():
             value = line.get(number)
             if other == role and isinstance(value, (int, float)):
+                value = drawable(value)
                 positive = value > 0 if number.startswith("scale_inv") else True
                 shown = (math.log2(value) if number.startswith("scale_inv") else value) if positive else math.nan
                 values[rows[linear], columns[iteration]] = shown
@@ -207,7 +213,7 @@ def _fewer_looks(looks: list[int], values: np.ndarray) -> tuple[list[int], np.nd
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
     """Sorts layers.2 before layers.10."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
 
 
 def differing(runs: list[Run]) -> list[tuple[str, list[Any]]]:

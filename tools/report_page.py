@@ -22,7 +22,7 @@ from report_charts import (
     number,
     timeline,
 )
-from report_data import Run, differing, grids
+from report_data import Run, differing, drawable, grids
 
 HERE = Path(__file__).resolve().parent
 CURVES = {
@@ -307,7 +307,7 @@ def _worst(run: Run) -> str:
     """The operands with the lowest SQNR in the last look."""
     last = max(iteration for iteration, _, _ in run.monitor)
     lines = [line for (iteration, _, _), line in run.monitor.items() if iteration == last]
-    lines = [line for line in lines if isinstance(line.get("sqnr_db"), (int, float)) and math.isfinite(line["sqnr_db"])]
+    lines = [line for line in lines if _is_finite(line.get("sqnr_db"))]
     if not lines:
         return ""
     rows = []
@@ -326,7 +326,11 @@ def _worst(run: Run) -> str:
 
 
 def _share(value: Any) -> str:
-    return f"{value:.3%}" if isinstance(value, (int, float)) and math.isfinite(value) else "&ndash;"
+    return f"{value:.3%}" if _is_finite(value) else "&ndash;"
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(drawable(value))
 
 
 # --- arguments ---

@@ -237,8 +237,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         for number, raw in enumerate(stream, start=1):
             try:
                 line = {key: math.nan if value is None else value for key, value in json.loads(raw).items()}
-                if not isinstance(line["iteration"], int):  # by which lines are told apart
-                    raise TypeError
+                if not isinstance(line["iteration"], int) or abs(line["iteration"]) >= 1 << 53:
+                    raise TypeError  # lines are told apart by it, and drawn over it
                 found.append(line)
             except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
                 damaged.append(number)

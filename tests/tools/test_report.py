@@ -256,3 +256,14 @@ def test_in_a_browser(tmp_path, capsys):
     assert told[2].startswith("heat=layers.0.mlp.")
     assert told[2].endswith("input|iteration 10|21 dB")
     assert told[3:5] == ["hidden=true", "wide=false"]
+
+
+def test_numbers_beyond_floats_cost_themselves_alone(tmp_path, capsys):
+    lines = [training(1), training(2, lm_loss=10**400), training(3, lm_loss=-1e308), training(4, lm_loss=1e308)]
+    make_run(tmp_path / "run")
+    write_lines(tmp_path / "run/metrics.jsonl", [*lines, training(10**18), training(5)])
+    write_lines(tmp_path / "run/fp8_monitor.jsonl", [looked(1, "layers.²", "weight", 10**400), looked(1, "a", "weight")])
+    assert report.main([str(tmp_path / "run"), "--output", str(tmp_path / "page.html")]) == 0
+    assert "metrics.jsonl: 1 damaged line left out (number 5)" in capsys.readouterr().out
+    run = report_data.load_run(tmp_path / "run", "run")
+    assert np.isfinite(run.curve("lm_loss")[1]).tolist() == [True, False, False, False, True]
