@@ -13,8 +13,8 @@ bytes. q(x) are FP8 copies, a byte an element and direction; scales are left out
               all experts of a linear together, which `torch._grouped_mm` can't add in place; with a scale an expert,
               fc1's dY and fc2's input are there in BF16, before and while they are quantized
     router    its input and gradient in FP32, and logits three times
-    loss      the logits' gradient, in the logits' place; FP32 logits of a chunk of tokens (GPUs have a kernel that needs
-              none), and after that the LM head's dX [T h], with what is gathered and scattered as for fc1
+    loss      the logits' gradient, in the logits' place; FP32 logits of a chunk of tokens (none in the kernels
+              of GPUs), and after that the LM head's dX [T h], with what is gathered and scattered as for fc1
 
 GELU and squared ReLU are PyTorch formulas: FP32 copies of input, gradient, value and result.
 """
