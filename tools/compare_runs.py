@@ -168,20 +168,26 @@ def gap_of(run: Run, base: Run, window: int) -> Gap:
     return Gap(float(train), largest, float(valid), interval)
 
 
+def tail_losses(run: Run, runs: list[Run]) -> np.ndarray:
+    """A run's losses in the last quarter of the iterations that all have, so that means can be compared down the table
+    also where one starts late or ends early; of its own iterations where no one is common to all."""
+    shared = set(run.iterations).intersection(*(other.iterations for other in runs))
+    mine = run.losses[np.isin(run.iterations, list(shared))] if shared else run.losses
+    return mine[-max(1, len(mine) // 4) :]
+
+
 def table(runs: list[Run], gaps: list[Gap]) -> str:
     width = max(len("run"), *(len(run.label) for run in runs))
     head = f"{'run':{width}}  iterations  train loss  valid loss  train gap  valid gap  largest gap  95% of train gap"
     lines = [head, "-" * len(head)]
     for run, gap in zip(runs, gaps, strict=True):
-        tail = max(1, len(run.losses) // 4)
+        losses = tail_losses(run, runs)
         valid = f"{run.valid_losses[-1]:10.4f}" if len(run.valid_losses) else f"{'-':>10}"
         common = np.isin(run.valid_iterations, runs[0].valid_iterations).any()
         last = f"{gap.valid:+9.3%}" if common else f"{'-':>9}"
         spread = f"  +-{gap.interval:.3%}" if math.isfinite(gap.interval) else ""
         shown = f"{'(base)':>9}" if run is runs[0] else f"{gap.train:+9.3%}  {last}  {gap.largest:11.3%}{spread}"
-        lines.append(
-            f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(run.losses[-tail:]):10.4f}  {valid}  {shown}"
-        )
+        lines.append(f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(losses):10.4f}  {valid}  {shown}")
     return "\n".join(lines)
 
 

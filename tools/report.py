@@ -41,7 +41,7 @@ def report(args: argparse.Namespace) -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("matplotlib is not installed; pip install 'megafp8[plot]'") from None
+        raise ValueError("matplotlib is not installed; pip install matplotlib") from None
     for run in runs:
         for note in run.notes:
             print(f"note: {run.label}: {note}")

@@ -120,7 +120,7 @@ def _sources_at(path: Path, input_format: str, flag: str) -> list[Source]:
     if not path.is_dir():
         found = _format_of(path) if input_format == "auto" else input_format
         if found is None:
-            raise ValueError(f"{flag} {path}: unknown suffix; say what it is with --input-format")
+            raise ValueError(f"{flag} {path}: unknown suffix; say what it is with --input-format text, jsonl ...")
         return [Source(path, found)]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return [Source(path, "dataset")]

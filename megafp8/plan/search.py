@@ -13,8 +13,11 @@ as well.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -96,7 +99,8 @@ class Search:
     """given: values of flags; foreign: flags of others' scripts (`config.build_config`); vocabulary: tokens.
 
     tried, refused, too_large: combinations that were looked at, against the rules, and that no recomputation makes fit.
-    reason: of the last one refused.
+    reasons: in words -> how many were refused for it, one text for all whose reasons name the same flags.
+    least: bytes of the smallest that was found too large, as far as it was counted: it has no less.
     """
 
     given: Mapping[str, Any]
@@ -108,7 +112,9 @@ class Search:
     tried: int = 0
     refused: int = 0
     too_large: int = 0
-    reason: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+    least: float = math.inf
+    _texts: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     @staticmethod
     def of(given: Mapping[str, Any], cluster: Cluster, gpus: int, *, foreign: Sequence = (), keep: int = 5) -> Search:
@@ -147,8 +153,9 @@ class Search:
             config = self._checked(values | dict(precision))
             if config is None:
                 continue
-            if self._smallest(config) > self.cluster.usable_bytes:
-                self.too_large += 1
+            smallest = self._smallest(config)
+            if smallest > self.cluster.usable_bytes:
+                self.too_large, self.least = self.too_large + 1, min(self.least, smallest)
                 continue
             axes = layout_sizes(config.parallel)
             key = (*(axes[name] for name in ("tp", "cp", "ep", "etp")), config.train.micro_batch_size)
@@ -269,7 +276,9 @@ class Search:
         try:
             config = self.config(values)
         except ValueError as error:
-            self.refused, self.reason = self.refused + 1, str(error)
+            text = str(error)
+            self.refused += 1
+            self.reasons[self._texts.setdefault(tuple(re.findall(r"--[\w-]+", text)), text)] += 1
             return None
         if config.fp8.fp8_param_gather and cuts_primary_tiles(config):
             return self._checked(values | {"fp8_param_gather": False})
@@ -295,6 +304,7 @@ class Search:
         for stage in [0, size - 1, *range(1, size - 1)]:
             plans[stage] = plan_memory(config, stage=stage)
             if plans[stage].total > self.cluster.usable_bytes:
+                self.least = min(self.least, plans[stage].total)
                 return None
         return tuple(plans[stage] for stage in range(size))
 

@@ -26,8 +26,16 @@ def search_lines(found: Mapping[str, tuple[Search, Sequence[Found]]], cluster: C
     for precision, (search, layouts) in found.items():
         lines += ["", f"{precision}: {search.tried:,} combinations, {search.refused:,} against the rules, "
                       f"{search.too_large:,} found too large"]  # fmt: skip
-        lines += layout_lines(layouts) if layouts else [f"nothing fits; the last one refused: {search.reason}"]
+        lines += layout_lines(layouts) if layouts else nothing_lines(search)
     return lines
+
+
+def nothing_lines(search: Search) -> list[str]:
+    """Returns why no layout fits: by how much, and what the rules refused most often."""
+    lines = ["nothing fits"]
+    if search.too_large:
+        lines[0] += f"; of those found too large the smallest needs {search.least / GIB:.1f} GiB or more"
+    return lines + [f"  {count:,} refused, such as: {text}" for text, count in search.reasons.most_common(3)]
 
 
 def layout_lines(layouts: Sequence[Found]) -> list[str]:

@@ -96,12 +96,16 @@ def parameter_lines(config: Config) -> list[str]:
     if config.model.num_experts is not None:
         lines.append(f"{'used by one token':<22} {active_parameter_count(config):>18,}")
     padding = sum(p.numel - p.unpadded_numel for p in found)
-    lines.append(f"{'total':<22} {_count(found):>18,}  ({_count(found) / 1e9:.3f} billion)")
+    lines.append(f"{'total':<22} {_count(found):>18,}  ({_in_words(_count(found))})")
     lines.append(
         f"{'vocabulary padding':<22} {padding:>18,}  "
         f"({config.model.unpadded_vocab_size:,} tokens in {config.model.padded_vocab_size:,} rows)"
     )
     return lines
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.3f} billion" if count >= 1e8 else f"{count / 1e6:.3f} million"
 
 
 def memory_lines(config: Config, plans: list[MemoryPlan] | None = None) -> list[str]:

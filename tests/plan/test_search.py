@@ -11,6 +11,7 @@ from megafp8.config.pipeline import pipeline_stages
 from megafp8.plan.cluster import read_cluster
 from megafp8.plan.forecast import forecast
 from megafp8.plan.search import AXES, Search, balanced_layout, precisions, written_layout
+from megafp8.plan.search_report import nothing_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "clusters" / "h100_80gb.toml"
@@ -70,6 +71,13 @@ def test_nothing_fits():
     job = search_of(1.1)
     assert job.run({}) == []
     assert job.too_large > 0
+    assert sum(job.reasons.values()) == job.refused
+    first, *refused = nothing_lines(job)
+    needed = float(
+        re.fullmatch(r"nothing fits; of those found too large the smallest needs ([\d.]+) GiB or more", first)[1]
+    )
+    assert needed > 0.1  # what a GPU has
+    assert [int(line.split()[0]) for line in refused] == [n for _, n in job.reasons.most_common(3)]
 
 
 @pytest.mark.parametrize(("layers", "stages", "depths", "head"), [(126, 16, 0, 1), (61, 32, 1, 3), (94, 8, 0, 2)])

@@ -1,5 +1,7 @@
 """The report of `--dry-run`."""
 
+import re
+
 import pytest
 
 from megafp8.config import build_config
@@ -35,6 +37,10 @@ def test_modules_with_their_precision(make):
 )
 def test_recipes_in_words(make, values, words):
     assert any(words in line for line in module_lines(make("llama", bf16=True, **values)))
+
+
+def test_parameters_in_words(make):
+    assert re.search(r"^total .*\(0\.\d{3} million\)$", "\n".join(parameter_lines(make("llama", bf16=True))), re.M)
 
 
 def test_without_fp8_everything_is_high_precision(make):

@@ -76,6 +76,16 @@ def test_other_conditions_than_the_base_are_named(tmp_path, capsys):
     ]
 
 
+def test_means_are_of_the_same_iterations(tmp_path, capsys):
+    """A run that goes on from the middle of the base: its mean beside the base's gives its gap."""
+    losses = {i: 8.0 - 0.1 * i for i in range(1, 41)}
+    base, late = write_run(tmp_path / "a", losses, {}), write_run(tmp_path / "b", dict(list(losses.items())[20:]), {})
+    assert compare_runs.main([str(base), str(late)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows[0][2] == rows[1][2] == "4.2000"  # of iterations 36 to 40
+    assert rows[1][4] == "+0.000%"
+
+
 def test_a_gap_without_common_points_is_a_dash(tmp_path, capsys):
     base, other = write_run(tmp_path / "a", {1: 4.0}, {1: 2.0}), write_run(tmp_path / "b", {1: 4.4}, {})
     assert compare_runs.main([str(base), str(other)]) == 0

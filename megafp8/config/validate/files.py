@@ -33,7 +33,7 @@ def check_files(config: Config) -> None:
             raise ValueError(f"{flag_of(name)} {path}: no such file; give the tokenizer's path")
     project = config.logging.wandb_project
     if project and not config.train.dry_run and not _installed("wandb"):
-        raise ValueError(f"--wandb-project {project}: the package wandb is not installed; pip install 'megafp8[wandb]'")
+        raise ValueError(f"--wandb-project {project}: the package wandb is not installed; pip install wandb")
     load = config.checkpoint.load
     if load and (config.checkpoint.finetune or config.train.skip_train) and not isdir(load):
         raise ValueError(f"--load {load}: no such directory; give one with a checkpoint")
