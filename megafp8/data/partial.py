@@ -6,11 +6,11 @@ which says how much of the other files counts and where reading goes on. It is r
 on the disk: a process that is killed leaves the old state or the new one, and whatever lies beyond is cut off.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import time
 import zlib
 from pathlib import Path
@@ -136,12 +136,15 @@ class Partial:
         for file in self._files.values():
             file.flush()
 
-    def commit(self) -> None:
-        """From here on the next process goes on, whatever happens to this one."""
-        begin = time.monotonic()
+    def _sync(self) -> None:
         self.flush()
         for file in self._files.values():
             os.fsync(file.fileno())
+
+    def commit(self) -> None:
+        """From here on the next process goes on, whatever happens to this one."""
+        begin = time.monotonic()
+        self._sync()
         state = {"format": FORMAT, "job": self.job, "records": self.records, "tokens": self.tokens}
         state |= {"cursor": dataclasses.asdict(self.cursor), "finished": self.finished}
         temporary = self.path("progress.json.new")
@@ -160,6 +163,8 @@ class Partial:
         self.finished = report
         if self.resumable:
             self.commit()
+        else:
+            self._sync()
 
     def publish(self, prefixes: list[str], tokens_suffix: str) -> None:
         """Moves `N{tokens_suffix}` and `N.idx` to the prefixes, by key number, and removes this state. What a killed
@@ -180,11 +185,13 @@ class Partial:
         """Removes all of it. A state that is given up is none from the first moment on, one that is published stays
         one to the last."""
         self._close_files()
-        names = sorted(path.name for path in self.directory.iterdir())
+        names = sorted(path.name for path in self.directory.iterdir() if path.name != "lock")
         for name in sorted(names, key=lambda name: (name == "progress.json") == bool(self.finished)):
             self.path(name).unlink()
+        self.path("lock").unlink(missing_ok=True)  # last: as long as it is there, nobody else begins
         self._lock.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody has begun since
+            self.directory.rmdir()
 
     def close(self) -> None:
         """Leaves the state as it was last committed."""
@@ -192,8 +199,10 @@ class Partial:
         self._lock.close()
 
     def _close_files(self) -> None:
+        """Their content is on the disk by then, or doesn't count: no error of a full disk hides the one before."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _checksum(state: dict) -> int:

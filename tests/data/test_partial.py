@@ -201,6 +201,27 @@ def test_nothing_is_kept_of_what_was_not_begun(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
+    """What is in buffers can't be written when files are closed either: it is said what is kept, and that goes on."""
+    corpus = Corpus(tuple(find_sources([str(write_jsonl(tmp_path / "a.jsonl", texts(40)))])))
+    add = partial.Partial.add
+
+    def add_until_full(state, *chunk):
+        if state.records == 12:
+            state._files["0.bin"] = open("/dev/full", "ab")  # noqa: SIM115 - the state closes it
+        add(state, *chunk)
+
+    said: list[str] = []
+    monkeypatch.setattr(partial.Partial, "add", add_until_full)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess(corpus, ByteTokenizer, EncodeOptions(), str(tmp_path / "o"), say=said.append)
+    assert said[-1].startswith("12 documents are kept in ")
+    monkeypatch.setattr(partial.Partial, "add", add)
+    preprocess(corpus, ByteTokenizer, EncodeOptions(), str(tmp_path / "o"))
+    preprocess(corpus, ByteTokenizer, EncodeOptions(), str(tmp_path / "one"))
+    assert written(tmp_path / "o") == written(tmp_path / "one")
+
+
 def test_other_inputs_and_flags_are_noticed(tmp_path, capsys):
     """One line that names the change, exit code 2, and the state stays; --restart begins anew."""
     source, output = write_jsonl(tmp_path / "a.jsonl", texts(40)), tmp_path / "o"
