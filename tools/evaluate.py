@@ -177,6 +177,16 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def mistake(text: str) -> int:
+    """Says what it was and leaves the job, if this process has joined one."""
+    print(f"evaluate.py: error: {text}", file=sys.stderr)
+    if "torch" in sys.modules:
+        from megafp8.parallel import abandon_parallel
+
+        abandon_parallel()
+    return 2
+
+
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
@@ -187,11 +197,9 @@ def main(argv: list[str] | None = None) -> int:
             if args.output:
                 publish(args.output, json.dumps(results, indent=2) + "\n")
     except ValueError as error:
-        print(f"evaluate.py: error: {error}", file=sys.stderr)
-        return 2
+        return mistake(str(error))
     except OSError as error:
-        print(f"evaluate.py: error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-        return 2
+        return mistake(f"{error.filename or ''}: {error.strerror or error}")
     from megafp8.parallel import close_parallel
 
     close_parallel(parallel)

@@ -23,6 +23,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,10 @@ import plan_schedule
 
 from megafp8.config import Config
 from megafp8.config import parse_args as parse_flags
+from megafp8.config.tool_parser import ToolParser
 
 if TYPE_CHECKING:
     from megafp8.plan.memory import MemoryPlan
-from megafp8.config.tool_parser import ToolParser
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -155,9 +156,20 @@ def _picture(args: argparse.Namespace, config: Config, plans: list[MemoryPlan]) 
 COMMANDS = {"memory": memory, "forecast": forecast, "search": search}
 
 
+def check_output(output: Path | None) -> None:
+    """Raises ValueError for a picture that can't be drawn or written, before the work that it would show."""
+    from megafp8.data.cache import writable_directory
+
+    if output is not None and find_spec("matplotlib") is None:
+        raise ValueError(f"--output {output} needs matplotlib: pip install matplotlib")
+    if output is not None and not writable_directory(output.parent):
+        raise ValueError(f"--output {output}: can't write there; give another file")
+
+
 def main(argv: list[str] | None = None) -> int:
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
+        check_output(getattr(args, "output", None))
         lines = plan_schedule.run(args) if args.command == "schedule" else COMMANDS[args.command](args, rest)
     except ValueError as error:
         print(f"plan.py: error: {error}", file=sys.stderr)

@@ -47,6 +47,7 @@ def test_draws_a_picture(capsys, tmp_path, schedule):
         ("--microbatch-group-size-per-virtual-pipeline-stage", "1", "--pipeline-model-parallel-size 2; raise it"),
         ("--forward-time", "-1", "--forward-time -1.0: give 0 or more"),
         ("--message-time", "inf", "--message-time inf"),
+        ("--output", "/dev/null/x.png", "--output /dev/null/x.png: can't write there"),
     ],
 )
 def test_mistakes(capsys, flag, value, words):
