@@ -29,7 +29,7 @@ from megafp8.config.parse import read_values
 from megafp8.config.pipeline import pipeline_stages
 from megafp8.data import build_tokenizer
 from megafp8.plan.cluster import Cluster
-from megafp8.plan.forecast import Forecast, forecast, layer_waits
+from megafp8.plan.forecast import EXPERTS, Forecast, forecast, layer_waits
 from megafp8.plan.in_flight import microbatches
 from megafp8.plan.memory import MemoryPlan, cuts_primary_tiles, plan_memory
 from megafp8.plan.shapes import parameters
@@ -160,7 +160,9 @@ class Search:
             axes = layout_sizes(config.parallel)
             key = (*(axes[name] for name in ("tp", "cp", "ep", "etp")), config.train.micro_batch_size)
             if key not in waits:
-                waits[key] = {e: sum(w.values()) for e, w in layer_waits(config, self.cluster).items()}
+                hides = {EXPERTS} if config.parallel.moe_shared_expert_overlap else ()
+                found = layer_waits(config, self.cluster).items()
+                waits[key] = {e: sum(s for what, s in w.items() if what not in hides) for e, w in found}
             fp8 = {"fp8_param_gather": config.fp8.fp8_param_gather} if config.fp8.enabled else {}
             yield self._shortest(config, waits[key]), values | dict(precision) | fp8
 

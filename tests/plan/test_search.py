@@ -57,6 +57,19 @@ def test_what_is_found_is_the_best_of_all():
         assert f.config.fp8.fp8_param_gather == (f.config.parallel.tensor_model_parallel_size == 1)
 
 
+def test_no_layout_beats_its_bound():
+    """Neither where shared experts hide messages."""
+    moe = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "moe_router_topk": 2, "num_layers": 2, "seq_length": 8192,
+           "moe_shared_expert_intermediate_size": 4096, "global_batch_size": 512, "micro_batch_size": 1,
+           "pipeline_model_parallel_size": 1}  # fmt: skip
+    for overlap in (False, True):
+        job = search_of(80.0, moe_shared_expert_overlap=overlap, **moe)
+        bounds = list(job._bounded({}))
+        assert len(bounds) > 4
+        for bound, values in bounds:
+            assert bound <= forecast(job.config(values), job.cluster, quick=True).step, values
+
+
 def test_flags_that_are_given_stay():
     job = search_of(80.0, tensor_model_parallel_size=2, micro_batch_size=2, recompute_granularity="full",
                     recompute_method="uniform", recompute_num_layers=1)  # fmt: skip
