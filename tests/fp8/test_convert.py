@@ -42,8 +42,18 @@ def test_swaps_linears_around_the_same_parameters():
 
 def test_skip_that_matches_nothing_is_an_error():
     """CASES 74."""
-    with pytest.raises(ValueError, match="'lm_head' matches no nn.Linear: there are .*head"):
+    with pytest.raises(ValueError, match="'lm_head' matches no nn.Linear; their names: .*head"):
         convert(net(), get_recipe("blockwise"), skip=("lm_head",))
+
+
+def test_names_alone_and_models_without_linears():
+    model = convert(net(), "blockwise", skip="head")
+    assert type(model.head) is nn.Linear
+    assert model.body[0].recipe == get_recipe("blockwise")
+    with pytest.raises(ValueError, match="'block': use one of tensorwise"):
+        convert(net(), "block")
+    with pytest.raises(ValueError, match="Sequential has no nn.Linear"):
+        convert(nn.Sequential(nn.Conv1d(2, 2, 1)), "blockwise")
 
 
 def test_a_single_linear():
