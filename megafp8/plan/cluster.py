@@ -63,6 +63,8 @@ def _checked(path: Path, values: dict) -> Cluster:
         if name not in fields:
             raise ValueError(f"--cluster {path}: unknown key {name}; keys are {', '.join(fields)}")
         if name == "name":
+            if not isinstance(value, str):
+                raise ValueError(f"--cluster {path}: name = {value!r} must be text")
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ValueError(f"--cluster {path}: {name} = {value!r} must be a number above 0")

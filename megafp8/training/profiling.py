@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 
@@ -235,4 +235,5 @@ class Profile:
         else:
             self._say(f"profile: {self._directory / name}; {HOW_TO_OPEN}")
         finally:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # what kept it from being written may keep it from being removed
+                partial.unlink(missing_ok=True)

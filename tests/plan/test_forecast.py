@@ -144,6 +144,7 @@ def test_shipped_clusters(path):
         ({"hbm_gbps": -1}, "hbm_gbps = -1 must be a number above 0"),
         ({"hbm_gbps": "fast"}, "must be a number"),
         ({"gpus_per_node": 7.5}, "must be a whole number"),
+        ({"name": ["H100"]}, "name = ['H100'] must be text"),
         ({"wires": 3}, "unknown key wires"),
         ({"reserved_gib": 200}, "reserved_gib 200 is all of memory_gib"),
     ],

@@ -262,7 +262,8 @@ def test_numbers_beyond_floats_cost_themselves_alone(tmp_path, capsys):
     lines = [training(1), training(2, lm_loss=10**400), training(3, lm_loss=-1e308), training(4, lm_loss=1e308)]
     make_run(tmp_path / "run")
     write_lines(tmp_path / "run/metrics.jsonl", [*lines, training(10**18), training(5)])
-    write_lines(tmp_path / "run/fp8_monitor.jsonl", [looked(1, "layers.²", "weight", 10**400), looked(1, "a", "weight")])
+    looks = [looked(1, "layers.²", "weight", 10**400), looked(1, "a", "weight")]
+    write_lines(tmp_path / "run/fp8_monitor.jsonl", looks)
     assert report.main([str(tmp_path / "run"), "--output", str(tmp_path / "page.html")]) == 0
     assert "metrics.jsonl: 1 damaged line left out (number 5)" in capsys.readouterr().out
     run = report_data.load_run(tmp_path / "run", "run")

@@ -101,6 +101,10 @@ def test_a_run_that_ends_early_leaves_what_there_was_and_others_nothing(corpus, 
     assert "the run ended before the first iteration to be traced" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
+    (tmp_path / "profile").touch()
+    assert run(*argv, "--profile-step-start", "0", "--profile-step-end", "1") == 0, "nowhere to write ends no run"
+    (tmp_path / "profile").unlink()
+
     original = trainer.Trainer._iteration
 
     def breaks(self, batches):
