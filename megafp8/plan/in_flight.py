@@ -6,15 +6,15 @@ with temporaries on top of all that is held; a backward whose weight gradients w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.config import Config
 from megafp8.config.pipeline import Stage
 from megafp8.core.pipeline.schedules import Action, Kind, rank_actions
-from megafp8.fp8 import policy
-from megafp8.plan.activations import Phase, peak_of
-from megafp8.plan.layer_activations import Activation
+from megafp8.plan.activations import LayerKinds, Phase, peak_of
+from megafp8.plan.layer_activations import Activation, quantized_bytes
 from megafp8.plan.rank_parameters import held_stages
 from megafp8.plan.shapes import LayerShape, layer_linears
 from megafp8.plan.sizes import Sizes
@@ -69,7 +69,7 @@ def in_flight(config: Config, stage: int, phases: Sequence[Sequence[Phase]]) -> 
     """Returns the moment of most bytes in a step of pipeline rank `stage`; phases: of each of its stages."""
     waits = config.parallel.pipeline_schedule == "zero-bubble"
     held = held_stages(config, stage)
-    chunks = [_chunk(p, _operands(config, chunk) if waits else 0) for p, chunk in zip(phases, held, strict=True)]
+    chunks = [_chunk(p, operands_bytes(config, chunk) if waits else 0) for p, chunk in zip(phases, held, strict=True)]
     limit = config.parallel.wgrad_queue_mib
     found = most_held(actions_of(config, stage), chunks, None if limit is None else limit << 20)
     data = Sizes.of(config).tokens * BATCH_BYTES
@@ -106,14 +106,18 @@ def most_held(actions: Sequence[Action], chunks: Sequence[ChunkBytes], wgrad_lim
     return InFlight(best.held, best.pairs, best.extra, at_most)
 
 
-def _operands(config: Config, chunk: Stage) -> int:
-    """Both operands of the weight gradients of a stage's linears: dY and the input, in FP8 a byte an element each."""
-    sizes, recipe_of, total = Sizes.of(config), policy.from_config(config), 0
+def operands_bytes(config: Config, chunk: Stage) -> int:
+    """Both operands of the weight gradients of a stage's linears: dY and the input, of which a linear that gathers rows
+    holds this rank's."""
+    sizes, kinds, total = Sizes.of(config), LayerKinds(config), 0
     for number in chunk.layers:
-        layer = LayerShape(f"layers.{number}", config.model.moe_layers[number])
-        for whole in layer_linears(config.model, experts=layer.experts):
-            part = sizes.local(whole)
+        experts = config.model.moe_layers[number]
+        plan = kinds(LayerShape(f"layers.{number}", experts)).plan()
+        for whole in layer_linears(config.model, experts=experts):
+            part, recipe = sizes.local(whole), plan.recipe(whole.part)
             rows = sizes.rows if "*" in part.part else sizes.tokens
-            in_fp8 = recipe_of(f"{layer.name}.{part.part.replace('*', '0')}") is not None
-            total += rows * (part.out_features + part.in_features) * (1 if in_fp8 else sizes.element)
+            inputs = sizes.stream_tokens if plan.gathers(part.part) else rows
+            for role, shape in (("grad_output", (rows, part.out_features)), ("input", (inputs, part.in_features))):
+                in_fp8 = recipe is not None
+                total += quantized_bytes(recipe, role, shape, "colwise") if in_fp8 else math.prod(shape) * sizes.element
     return total

@@ -73,9 +73,9 @@ class LayerPlan:
     def _quantizes_shard(self, part: str) -> bool:
         """Whether a linear quantizes its input where it is made, before any gather."""
         recipe = self.recipe(part)
-        return recipe is not None and (not self._gathers(part) or travels_in_fp8(recipe.quantizer("input")))
+        return recipe is not None and (not self.gathers(part) or travels_in_fp8(recipe.quantizer("input")))
 
-    def _gathers(self, part: str) -> bool:
+    def gathers(self, part: str) -> bool:
         """Whether a linear gathers its input's rows over tensor-parallel ranks, so that it keeps its own ones."""
         s = self.sizes
         shard = part.rpartition(".")[2] in ("qkv", "fc1") and "*" not in part
@@ -202,7 +202,7 @@ class LayerPlan:
         s, shape, recipe = self.sizes, self.shape(part), self.recipe(part)
         label = part.replace(".*", "")
         if rows is None:
-            rows = s.stream_tokens if self._gathers(part) else s.tokens
+            rows = s.stream_tokens if self.gathers(part) else s.tokens
         if recipe is None or not self._quantizes_shard(part):
             return Activation(label, "input", rows * shape.in_features * s.element)
         orientation = gemm.needs(recipe, "input", self.device)["wgrad"]

@@ -3,18 +3,22 @@
 import math
 
 import pytest
+import torch
 
 from megafp8.config.parallel import layout_sizes
 from megafp8.core.gpt import build_model
+from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.optimizer import build_optimizer
 from megafp8.optimizer.buffers import entry_of
 from megafp8.optimizer.groups import default_groups, precision_of
 from megafp8.optimizer.sharding import Sharding
 from megafp8.parallel import DONE, Axis, ParallelContext, fake_parallel
 from megafp8.params import specs_in_order
+from megafp8.plan.in_flight import operands_bytes
 from megafp8.plan.memory import plan_memory, plan_stages
-from megafp8.plan.rank_parameters import rank_layouts, rank_parameters
+from megafp8.plan.rank_parameters import held_stages, rank_layouts, rank_parameters
 from megafp8.plan.shapes import parameters
+from megafp8.step import StepContext
 from tests.plan.test_memory import BLOCKWISE, EVEN_HEADS, held_for_backward, weight_bytes
 
 FP8 = {"bf16": True, "fp8_format": "e4m3", "fp8_param_gather": True, "use_distributed_optimizer": True}
@@ -150,3 +154,28 @@ def test_a_ranks_activations_are_what_autograd_keeps(make, case, monkeypatch):
         model = build_model(config, parallel, "cpu")
         held = held_for_backward(model, config)
     assert plan_memory(config).held == pytest.approx(held, rel=0.02)
+
+
+WAITING = {
+    "sp": HELD["sp"],
+    "sp, blockwise": HELD["sp, blockwise"],
+    "ep": HELD["ep"],
+    "latent": (1, "latent attention", BLOCKWISE | EVEN_HEADS),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_operands_that_wait_are_those_of_the_queue(make, case, monkeypatch):
+    """Zero-bubble's weight gradients, against the bytes that the linears' tasks say they hold."""
+    world, kind, values = WAITING[case]
+    config = make(kind, world_size=world, **DENSE_NORM | values)
+    monkeypatch.setattr(Axis, "post_deal", lambda self, x, sent, received: (x.clone(), DONE))
+    with fake_parallel(config) as parallel:
+        model = build_model(config, parallel, "cpu")
+        optimizer = build_optimizer(specs_in_order(model), config, parallel)
+        queue = WgradQueue()
+        tokens = torch.randint(257, (config.train.micro_batch_size, config.data.seq_length))
+        optimizer.zero_grad(1)
+        model(tokens, step=StepContext(grads=optimizer.grads, wgrads=queue.slot(0, 0)), labels=tokens).backward()
+    (held,) = held_stages(config, 0)
+    assert operands_bytes(config, held) == pytest.approx(queue.peak_bytes, rel=0.02)
