@@ -2,7 +2,7 @@
 """Weak scaling on the CPU: what each rank sends when a job grows and a rank's share of it stays, counted and planned.
 
     python tools/weak_scaling.py --output runs/scaling                 # 1, 2, 4, 8 and 16 ranks (minutes)
-    python tools/weak_scaling.py --ranks 1 2 --layouts data experts    # a part of it
+    python tools/weak_scaling.py --ranks 2 4 --layouts data experts    # a part of it
 
 Ranks are processes of this machine, over gloo. In each layout one axis grows, and with it the batch, the model or the
 sequence. Every rank takes two steps of a tiny model; the second one's bytes and messages are counted where they are
