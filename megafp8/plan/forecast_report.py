@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from megafp8.plan.forecast import Forecast
 from megafp8.plan.in_flight import microbatches
-from megafp8.plan.memory import MemoryPlan
+from megafp8.plan.memory import GIB, MIB, MemoryPlan
 from megafp8.plan.traffic import Traffic
-
-GIB, MIB = 1 << 30, 1 << 20
 
 
 def forecast_lines(forecast: Forecast, plans: list[MemoryPlan], traffic: list[Traffic]) -> list[str]:

@@ -44,7 +44,9 @@ from megafp8.plan.rank_parameters import COLUMN, ROW, RankParameter, held_stages
 from megafp8.plan.shapes import LayerShape
 from megafp8.plan.sizes import Sizes
 
-CUBLAS_WORKSPACE = 32 << 20
+MIB, GIB = 1 << 20, 1 << 30
+
+CUBLAS_WORKSPACE = 32 * MIB
 """PyTorch's workspace of cuBLAS and cuBLASLt, for a thread's handle and a stream, on Hopper and later."""
 TABLE_BYTES, PROGRAM_ELEMENTS = 8, 16 * 64
 """The fused update has a table of two int32 for each program, of 16 chunks of 64 elements."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megafp8.plan.memory import MemoryPlan
+from megafp8.plan.memory import GIB, MIB, MemoryPlan
 
-GIB, MIB = 1 << 30, 1 << 20
 COLORS = {
     "weights": "#1f4e79",
     "FP8 copies of weights": "#6baed6",

@@ -8,10 +8,9 @@ from megafp8.config import Config
 from megafp8.config.config import field_table, flag_of
 from megafp8.config.pipeline import chunks_per_rank
 from megafp8.plan.cluster import Cluster
-from megafp8.plan.memory import plan_stages
+from megafp8.plan.memory import GIB, plan_stages
 from megafp8.plan.search import ALWAYS, FP8_FLAGS, PIPELINE_FLAGS, RECOMPUTE_FLAGS, Found, Search
 
-GIB = 1 << 30
 SHOWN = {"tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
          "expert_model_parallel_size", "expert_tensor_parallel_size", "micro_batch_size"}  # fmt: skip
 

@@ -13,10 +13,9 @@ from megafp8.data import build_tokenizer
 from megafp8.fp8 import Recipe
 from megafp8.plan.activations import by_module
 from megafp8.plan.flops import attention_flops_per_token, linear_flops_per_token, training_flops_per_token
-from megafp8.plan.memory import MemoryPlan, plan_stages
+from megafp8.plan.memory import GIB, MIB, MemoryPlan, plan_stages
 from megafp8.plan.shapes import LinearShape, ParameterShape, active_parameter_count, linears, parameters
 
-MIB, GIB = 1 << 20, 1 << 30
 LATER = ("activations", "temporaries")
 """Owners with lines of their own below the others."""
 EXPERT, LAYER = r"(.*\.experts\.)(\d+)(\..*)", r"(layers\.|mtp\.)(\d+)(\..*)"

@@ -10,14 +10,13 @@ from megafp8.meter import Key
 from megafp8.plan.cluster import Cluster
 from megafp8.plan.communication import by_kind, step_traffic
 from megafp8.plan.in_flight import microbatches
-from megafp8.plan.memory import MemoryPlan, plan_memory
+from megafp8.plan.memory import MIB, MemoryPlan, plan_memory
 from megafp8.plan.rank_parameters import held_stages, rank_layouts
 from megafp8.plan.stage_time import StageClock
 from megafp8.plan.traffic import Traffic
 from megafp8.training.one_rank import STEPS, Measured
 from megafp8.training.throughput import peaks_of
 
-MIB = 1 << 20
 HBM_GBPS = {"H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "H200": 4800, "H800": 3350}
 """Memory bandwidth by what the device's name contains, as the vendor states it; the first that fits counts."""
 AXES = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
