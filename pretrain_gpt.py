@@ -13,6 +13,7 @@ ended it (after a save); 16, 17 and 18 a suspicious result or a job that hung (d
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -35,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         return mistake(error)
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(train)(config)  # so that torchrun's last lines show the error of the rank that failed first
+    from megafp8.training.signals import ignored
+
+    with ignored(signal.SIGUSR2):  # until the run can tell of its memory, and once it is over
+        return record(train)(config)  # so that torchrun's last lines show the error of the rank that failed first
 
 
 def train(config: Config) -> int:

@@ -1,5 +1,6 @@
 """Files that are replaced in one step, so that a reader never sees half of one."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,7 +14,9 @@ def publish(path: str | Path, content: str | bytes) -> None:
     path = Path(path)
     content = content.encode("utf-8") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
     path = path.resolve() if path.is_symlink() else path

@@ -4,6 +4,8 @@ checkpoint."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -28,3 +30,13 @@ class StopSignal:
     def __exit__(self, *exc: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
+
+
+@contextmanager
+def ignored(number: int) -> Iterator[None]:
+    """A signal that asks for something, where nothing is there to give: by default it would end the process."""
+    previous = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)

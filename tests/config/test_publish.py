@@ -16,8 +16,9 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     publish(tmp_path / "new" / "page", "one")
     publish(tmp_path / "new" / "page", b"two")
     assert (tmp_path / "new" / "page").read_text() == "two"
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError) as error:
         publish(tmp_path / "new", "a directory's name")
+    assert error.value.filename == str(tmp_path / "new")
     assert [path.name for path in tmp_path.rglob("*")] == ["new", "page"]
 
 

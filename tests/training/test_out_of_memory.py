@@ -15,7 +15,7 @@ from megafp8.config import parse_args, with_vocab_size
 from megafp8.config.logging import LoggingConfig
 from megafp8.parallel import ParallelContext
 from megafp8.plan.memory import plan_memory
-from megafp8.training import trainer
+from megafp8.training import build, trainer
 from megafp8.training.build import lacks_memory
 from megafp8.training.memory_savings import savings
 from megafp8.training.memory_watch import EXIT_OUT_OF_MEMORY, MemoryWatch
@@ -200,3 +200,20 @@ def test_a_signal_asks_for_the_page(corpus, tmp_path, capsys, monkeypatch):
     assert "snapshot: only CUDA's allocator has one" in page.read_text()
     assert signal.getsignal(signal.SIGUSR2) is before
     assert len([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]) == 4
+
+
+def test_a_signal_before_the_iterations_ends_nothing(corpus, monkeypatch):
+    """By default it would."""
+    original, killed = build.build_parts, []
+
+    def sends(*args):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return original(*args)
+
+    previous = signal.signal(signal.SIGUSR2, lambda number, frame: killed.append(number))
+    try:
+        monkeypatch.setattr(build, "build_parts", sends)
+        assert run(*flags(corpus, *SHORT)) == 0
+        assert not killed
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
