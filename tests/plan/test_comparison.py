@@ -19,7 +19,7 @@ def test_bytes_a_parameter(make):
     assert optimizer == pytest.approx(12, rel=1e-3)
     assert total == pytest.approx(18, rel=1e-3)
     assert found["blockwise, FP8 primary"][4] <= 18 * 1.005
-    assert found["mxfp8 1x32, FP8 primary"][4] > found["mxfp8 1x32, FP8 primary"][4] - 1 > 17
+    assert found["mxfp8 1x32, FP8 primary"][4] > 18, "1D tiles differ by direction: both are stored"
     assert found["bf16, remainders, fp8 moments"][3] == pytest.approx(2 + 2 * (1 + 5 / 64), rel=0.01)
 
 
