@@ -59,9 +59,10 @@ def read_args(path: str | Path) -> Config:
         raise ValueError(f"{path} is no args.json of megafp8: {error}") from None
 
 
-def changes(old: Config, new: Config) -> list[str]:
-    """Returns the lines to print on resume: one per argument that differs from the run that is resumed."""
-    return [f"changed since the checkpoint: {line}" for line in diff(old, new)]
+def changes(old: Config, new: Config, unremarkable: tuple[str, ...] = ()) -> list[str]:
+    """Returns the lines to print on resume: one per argument that differs from the run that is resumed, but for flags
+    that begin as one of `unremarkable` does."""
+    return [f"changed since the checkpoint: {line}" for line in diff(old, new) if not line.startswith(unremarkable)]
 
 
 def _version(package: str) -> str | None:

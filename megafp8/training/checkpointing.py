@@ -24,7 +24,7 @@ from megafp8.checkpoint import (
     select_saved,
 )
 from megafp8.checkpoint.resume import OPTIMIZER
-from megafp8.config import Config, diff
+from megafp8.config import Config, changes
 from megafp8.config.config import flag_of
 from megafp8.core.moe.shares import LastShares
 from megafp8.optimizer import Schedule, resume_schedule, schedule_to_json
@@ -34,7 +34,10 @@ from megafp8.training.build import Parts, tokenizer_identity
 from megafp8.training.progress import Progress
 
 # What may differ between a run and its continuation without saying anything about the training.
-UNREMARKABLE = ("--log-dir", "--save", "--load", "--tensorboard-dir", "--wandb-save-dir", "--dry-run")
+UNREMARKABLE = (
+    *("--log-dir", "--save", "--load", "--tensorboard-dir", "--wandb-save-dir", "--dry-run"),
+    *("--ckpt-step", "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+)
 
 
 class RunState:
@@ -210,5 +213,4 @@ def _resume(parts: Parts, state: RunState, found: Found) -> tuple[Progress, Sche
         )
     notes = [f"resumed from {found.directory} at iteration {progress.iteration}"]
     saved = Config.from_dict(found.metadata["args"])
-    changed = [line for line in diff(saved, parts.config) if not line.startswith(UNREMARKABLE)]
-    return progress, schedule, notes + [f"changed since the checkpoint: {line}" for line in changed]
+    return progress, schedule, notes + changes(saved, parts.config, UNREMARKABLE)

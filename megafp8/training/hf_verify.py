@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +39,11 @@ def largest_difference(found: Found, directory: Path, num_tokens: int, *, seed: 
 def _theirs(directory: Path):
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     except ImportError:
         raise ValueError("verify: transformers is not installed; `pip install transformers`") from None
+    if not sys.stderr.isatty():  # a bar in a log is noise
+        disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
