@@ -24,9 +24,9 @@ class Cluster:
     fp32_tflops: float
     bf16_tflops: float
     fp8_tflops: float
-    hbm_gbps: float
-    nvlink_gbps: float
-    network_gbps: float
+    hbm_gb_per_s: float
+    nvlink_gb_per_s: float
+    network_gb_per_s: float
     multiprocessors: int = 132
     efficiency: float = 0.8
     nvlink_latency_us: float = 5.0

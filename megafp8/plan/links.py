@@ -46,7 +46,7 @@ class Links:
     def seconds(self, traffic: Traffic) -> float:
         """Time of all its messages, one after the other."""
         c, here = self.cluster, self.in_node(traffic)
-        nvlink, network = (speed * 1e9 * c.efficiency for speed in (c.nvlink_gbps, c.network_gbps))
+        nvlink, network = (speed * 1e9 * c.efficiency for speed in (c.nvlink_gb_per_s, c.network_gb_per_s))
         inside = here == traffic.size
         if traffic.kind == "send":
             busy = traffic.bytes / (nvlink if self._next_is_near(traffic) else network)

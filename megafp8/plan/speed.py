@@ -42,7 +42,7 @@ GROUPED = (  # groups, rows of each, N, K; TFLOPS: FP8 fprop and wgrad (with its
 
 def memory_seconds(cluster: Cluster, size: float) -> float:
     """Time of a memory-bound kernel that reads and writes `size` bytes."""
-    return size / (cluster.hbm_gbps * 1e9 * COPY_EFFICIENCY)
+    return size / (cluster.hbm_gb_per_s * 1e9 * COPY_EFFICIENCY)
 
 
 def attention_seconds(cluster: Cluster, flops: float) -> float:

@@ -140,9 +140,9 @@ def test_shipped_clusters(path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hbm_gbps": None}, "hbm_gbps is missing"),
-        ({"hbm_gbps": -1}, "hbm_gbps = -1 must be a number above 0"),
-        ({"hbm_gbps": "fast"}, "must be a number"),
+        ({"hbm_gb_per_s": None}, "hbm_gb_per_s is missing"),
+        ({"hbm_gb_per_s": -1}, "hbm_gb_per_s = -1 must be a number above 0"),
+        ({"hbm_gb_per_s": "fast"}, "must be a number"),
         ({"gpus_per_node": 7.5}, "must be a whole number"),
         ({"name": ["H100"]}, "name = ['H100'] must be text"),
         ({"wires": 3}, "unknown key wires"),
