@@ -24,6 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megafp8.config.publish import publish
+from megafp8.config.tool_parser import ToolParser
+from megafp8.data.cache import writable_directory
+
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.10
 GIB = 1 << 30
@@ -157,7 +161,7 @@ def is_good(row: dict[str, Any]) -> bool:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--only", nargs="+", metavar="TEXT", help="studies whose name contains one of these")
     add("--plan-only", action="store_true", help="print the plan, run nothing")
@@ -168,6 +172,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not args.studies:
         names = ", ".join(f"'{study.name}'" for study in STUDIES)
         parser.error(f"--only {' '.join(args.only)}: no study has such a name; there are {names}")
+    if not args.timeout > 0:
+        parser.error(f"--timeout {args.timeout:g}: give seconds above 0")
+    if args.output is not None and (args.output.is_dir() or not writable_directory(args.output.parent)):
+        parser.error(f"--output {args.output}: can't write there; give another file")
     return args
 
 
@@ -184,8 +192,7 @@ def main(argv: list[str] | None = None) -> int:
             print(rows[-1]["error"], file=sys.stderr, flush=True)
     print("\n".join(["", *table(rows)]))
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(rows, indent=1) + "\n")
+        publish(args.output, json.dumps(rows, indent=1) + "\n")
     return 0 if all(map(is_good, rows)) else 1
 
 

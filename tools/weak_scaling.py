@@ -28,6 +28,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from megafp8.config.publish import publish
+from megafp8.config.tool_parser import ToolParser
+from megafp8.data.cache import writable_directory
+
 BASE = {
     "num_layers": 2,
     "hidden_size": 128,
@@ -116,7 +120,7 @@ LAYOUTS = {f.__name__: f for f in (data, tensor, pipeline, context, experts, mix
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="(default: 1 2 4 8 16)")
     add("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="(default: all)")
@@ -125,6 +129,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.ranks) < 1 or any(n & (n - 1) for n in args.ranks):
         parser.error(f"--ranks {' '.join(map(str, args.ranks))}: give powers of two")
+    if not args.timeout > 0:
+        parser.error(f"--timeout {args.timeout:g}: give seconds above 0")
+    if args.output is not None and not writable_directory(args.output.parent):
+        parser.error(f"--output {args.output}: can't write there; give another prefix")
     return args
 
 
@@ -279,9 +287,9 @@ def main(argv: list[str] | None = None) -> int:
     report = {**machine(), "rows": rows}
     print("\n".join(["", *table(rows), "", ", ".join(f"{k} {v}" for k, v in report.items() if k != "rows")]))
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        draw(rows, args.output.with_suffix(".png"))
+        publish(f"{args.output}.json", json.dumps(report, indent=1) + "\n")
+        if max(args.ranks) > 1:  # one alone sends nothing
+            draw(rows, Path(f"{args.output}.png"))
     return 0 if all(row["equal_on_all_ranks"] for row in rows) else 1
 
 

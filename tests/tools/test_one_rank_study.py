@@ -26,12 +26,25 @@ def test_plans_are_of_one_stage_and_fit_an_h200(study):
     assert table([row])[2].startswith(f"| {study.name} | ")
 
 
-def test_names_are_unlike_and_unknown_ones_are_refused(capsys):
-    assert len({study.name for study in STUDIES}) == len(STUDIES)
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--only", "GPT-5"), "no study has such a name"),
+        (("--timeout", "-1"), "--timeout -1: give seconds above 0"),
+        (("--output", "/"), "--output /: can't write there"),
+    ],
+)
+def test_mistakes_are_one_line_before_the_work(capsys, argv, words):
     with pytest.raises(SystemExit) as error:
-        one_rank_study.parse_args(["--only", "GPT-5"])
+        one_rank_study.parse_args(argv)
     assert error.value.code == 2
-    assert "no study has such a name" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert words in line
+    assert line.count("\n") == 1
+
+
+def test_names_are_unlike():
+    assert len({study.name for study in STUDIES}) == len(STUDIES)
 
 
 def test_a_row_says_how_far_the_plan_is_off():

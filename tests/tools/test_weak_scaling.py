@@ -36,11 +36,28 @@ def test_rows_are_means_and_tell_of_any_rank_that_differs():
     ]
 
 
-def test_odd_numbers_of_ranks_are_refused(capsys):
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--ranks", "3"), "--ranks 3: give powers of two"),
+        (("--timeout", "0"), "--timeout 0: give seconds above 0"),
+        (("--output", "/dev/null/x"), "--output /dev/null/x: can't write there"),
+    ],
+)
+def test_mistakes_are_one_line_before_the_work(capsys, argv, words):
     with pytest.raises(SystemExit) as error:
-        weak_scaling.parse_args(["--ranks", "3"])
+        weak_scaling.parse_args(argv)
     assert error.value.code == 2
-    assert "powers of two" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert words in line
+    assert line.count("\n") == 1
+
+
+def test_one_rank_alone_has_no_picture_and_the_prefix_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(weak_scaling, "run", lambda *_: [rank(0, 0, 0)])
+    monkeypatch.setattr(weak_scaling, "machine", dict)
+    assert weak_scaling.main(["--ranks", "1", "--layouts", "data", "--output", str(tmp_path / "study.v1")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["study.v1.json"]
 
 
 @pytest.mark.slow
