@@ -120,7 +120,7 @@ def check(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
     require_checkpoints(args.load)
-    if args.output and not writable_directory(args.output.parent):
+    if args.output and (args.output.is_dir() or not writable_directory(args.output.parent)):
         raise ValueError(f"--output {args.output}: can't write there; give another file")
     for prefix in (value for prefixes in named_prefixes(args).values() for value in prefixes):
         if not re.fullmatch(r"[0-9.e-]+", prefix):  # a blend's weight

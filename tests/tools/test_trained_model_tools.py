@@ -132,6 +132,7 @@ def test_mistakes_of_evaluate(trained, capsys):
         ("--data-path", prefix, "--max-samples", "0"): "--max-samples 0: give 1 or more",
         ("--data-path", prefix, "--tensor-model-parallel-size", "2"): "--tensor-model-parallel-size 2",
         ("--data-path", f"a={prefix}.bin"): "give the prefix without its suffix",
+        ("--data-path", prefix, "--output", "/"): "--output /: can't write there",
     }.items():
         assert evaluate.main([*load, *extra]) == 2
         assert words in capsys.readouterr().err
