@@ -24,6 +24,7 @@ FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 FIRST_ADDRESS = 4096  # of global memory; below it, nothing may be touched
 LOCKSTEP = 16384  # threads that execute together
+SEVERAL = -2  # in place of a warp's number
 
 
 class SharedMemory:
@@ -50,8 +51,13 @@ class SharedMemory:
         for (epoch, toucher), kind in ((self.written, "write"), (self.read, "read")):
             if (writes or kind == "write") and ((epoch[index] == self.epoch) & (toucher[index] != warp)).any():
                 raise AssertionError(f"race: shared memory after a {kind} by another warp, no barrier between")
-        log = self.written if writes else self.read
-        log[0][index], log[1][index] = self.epoch, warp
+        (epoch, toucher) = self.written if writes else self.read
+        others = (epoch[index] == self.epoch) & (toucher[index] != warp)
+        epoch[index], toucher[index] = self.epoch, warp
+        others |= toucher[index] != warp  # in this very access
+        toucher[index[others]] = SEVERAL
+        if writes and others.any():
+            raise AssertionError("race: several warps write the same shared memory, no barrier between")
 
 
 class Programs:

@@ -6,6 +6,7 @@ out-of-bounds accesses.
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from megafp8.kernels import quantize
@@ -14,6 +15,7 @@ from tests.cases import quick
 from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused, test_quantize_producers
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
 from tests.kernels import testing
+from tests.kernels.ptx_emulator import SharedMemory
 
 pytestmark = pytest.mark.skipif(not EMULATING, reason="tests/gpu runs these on the GPU that is here")
 
@@ -148,6 +150,30 @@ def planted(change):
 def test_a_missing_barrier_is_found():
     with pytest.raises(AssertionError, match="race"):
         planted(lambda ptx: ptx.replace("bar.sync", "// bar.sync"))
+
+
+def test_every_warp_that_touched_a_byte_counts():
+    """Readers before the last one, and those of the same access; writers of the same access."""
+    memory = SharedMemory(16, 1, np.arange(3))  # three warps of one thread
+    byte = np.zeros((3, 1), int)
+
+    def touch(*warps: int, writes: bool) -> None:
+        memory.note(byte[: len(warps)], np.isin(memory.warps, warps), writes)
+
+    touch(1, writes=False)
+    touch(0, writes=False)
+    with pytest.raises(AssertionError, match="after a read"):
+        touch(0, writes=True)
+    memory.epoch += 1  # a barrier
+    touch(0, writes=True)
+    touch(0, writes=False)
+    memory.epoch += 1
+    touch(0, 1, 2, writes=False)
+    with pytest.raises(AssertionError, match="after a read"):
+        touch(2, writes=True)
+    memory.epoch += 1
+    with pytest.raises(AssertionError, match="several warps write"):
+        touch(0, 1, writes=True)
 
 
 def test_a_wrong_instruction_is_found():
