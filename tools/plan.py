@@ -162,7 +162,7 @@ def check_output(output: Path | None) -> None:
 
     if output is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--output {output} needs matplotlib: pip install matplotlib")
-    if output is not None and not writable_directory(output.parent):
+    if output is not None and (output.is_dir() or not writable_directory(output.parent)):
         raise ValueError(f"--output {output}: can't write there; give another file")
 
 

@@ -48,6 +48,7 @@ def test_draws_a_picture(capsys, tmp_path, schedule):
         ("--forward-time", "-1", "--forward-time -1.0: give 0 or more"),
         ("--message-time", "inf", "--message-time inf"),
         ("--output", "/dev/null/x.png", "--output /dev/null/x.png: can't write there"),
+        ("--output", "/tmp", "--output /tmp: can't write there"),
     ],
 )
 def test_mistakes(capsys, flag, value, words):
