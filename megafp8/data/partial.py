@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import time
 import zlib
 from pathlib import Path
@@ -23,6 +24,7 @@ from megafp8.data.indexed import index_path, token_path
 FORMAT = 2  # raise when the meaning of a file in there changes
 SECONDS_BETWEEN_COMMITS = 5.0
 _MOST_OF_THE_TIME = 0.05  # that commits may take
+_OWN = re.compile(r"lock|progress\.json(\.new)?|hashes|marks|\d+\.(bin|kept\.bin|lengths|idx)")
 
 
 class Partial:
@@ -36,7 +38,8 @@ class Partial:
         """Opens the state at an output prefix, made when missing. job: what must be the same for going on, JSON-able,
         {kind: {name: value}}. restart: what is there is thrown away. resumable: False never keeps any.
 
-        Raises ValueError when there is the state of another job, or another process is at work on it.
+        Raises ValueError when there is the state of another job, or another process is at work on it, or the directory
+        holds somebody's files.
         """
         self.directory = Path(f"{prefix}.partial")
         self.dtype, self.job, self.resumable = np.dtype(dtype), job, resumable
@@ -44,6 +47,7 @@ class Partial:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"--output-prefix {prefix}: can't write there ({error.strerror}); give another") from None
+        self._check_contents()
         self._lock = self._take_lock()
         try:
             state = None if restart else self._read()
@@ -67,6 +71,15 @@ class Partial:
         sizes = {f"{key}.bin": tokens * self.dtype.itemsize for key, tokens in enumerate(self.tokens)}
         sizes |= {f"{key}.lengths": 4 * self.records for key in range(len(self.tokens))}
         return sizes | {"hashes": 8 * self.records}
+
+    def _check_contents(self) -> None:
+        """What is in there will be deleted, so it must be ours."""
+        others = [path.name for path in self.directory.iterdir() if not _OWN.fullmatch(path.name)]
+        if others:
+            raise ValueError(
+                f"{self.directory}/ is for what an interrupted run keeps, and holds {min(others)}; move that, or give "
+                "another --output-prefix"
+            )
 
     def _take_lock(self):
         file = open(self.path("lock"), "a")  # noqa: SIM115 - closed by close()

@@ -201,6 +201,16 @@ def test_nothing_is_kept_of_what_was_not_begun(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_the_files_of_others_are_left_alone(tmp_path, capsys):
+    source, notes = write_jsonl(tmp_path / "a.jsonl", texts(4)), tmp_path / "o.partial" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    for more in ([], ["--restart"]):
+        assert run(preprocess_data.main, [*flags(source, tmp_path / "o"), *more]) == 2
+        assert "holds notes.txt; move that" in capsys.readouterr().err
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+
+
 def test_a_full_disk_leaves_what_was_committed(tmp_path, monkeypatch):
     """What is in buffers can't be written when files are closed either: it is said what is kept, and that goes on."""
     corpus = Corpus(tuple(find_sources([str(write_jsonl(tmp_path / "a.jsonl", texts(40)))])))
