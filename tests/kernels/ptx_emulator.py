@@ -56,8 +56,13 @@ class SharedMemory:
         epoch[index], toucher[index] = self.epoch, warp
         others |= toucher[index] != warp  # in this very access
         toucher[index[others]] = SEVERAL
-        if writes and others.any():
-            raise AssertionError("race: several warps write the same shared memory, no barrier between")
+
+    def write(self, index: np.ndarray, active: np.ndarray, data: np.ndarray) -> None:
+        """Several warps may write the same bytes at once: compilers do so with what all of them hold."""
+        self.note(index, active, writes=True)
+        self.data[index] = data
+        if (self.data[index] != data).any():
+            raise AssertionError("race: several threads write to the same shared memory, no barrier between")
 
 
 class Programs:
@@ -187,7 +192,9 @@ class Programs:
         assert not index.size or (index.min() >= first and index.max() < end), f"{space} access out of bounds"
         if space == "shared":
             index = index + (self.thread[active] // self.width * self.shared.size)[:, None]
-            self.shared.note(index, active, data is not None)
+            if data is not None:
+                return self.shared.write(index, active, data[active])
+            self.shared.note(index, active, writes=False)
         if data is not None:
             memory[index] = data[active]
             return None

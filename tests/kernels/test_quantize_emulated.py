@@ -172,8 +172,11 @@ def test_every_warp_that_touched_a_byte_counts():
     with pytest.raises(AssertionError, match="after a read"):
         touch(2, writes=True)
     memory.epoch += 1
-    with pytest.raises(AssertionError, match="several warps write"):
-        touch(0, 1, writes=True)
+    both = np.isin(memory.warps, (0, 1))
+    memory.write(byte[:2], both, np.full((2, 1), 7, np.uint8))
+    memory.epoch += 1
+    with pytest.raises(AssertionError, match="several threads write"):
+        memory.write(byte[:2], both, np.array([[7], [8]], np.uint8))
 
 
 def test_a_wrong_instruction_is_found():
