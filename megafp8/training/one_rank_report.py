@@ -17,8 +17,6 @@ from megafp8.plan.traffic import Traffic
 from megafp8.training.one_rank import STEPS, Measured
 from megafp8.training.throughput import peaks_of
 
-HBM_GBPS = {"H100 PCIe": 2000, "H100 NVL": 3900, "H100": 3350, "H200": 4800, "H800": 3350}
-"""Memory bandwidth by what the device's name contains, as the vendor states it; the first that fits counts."""
 AXES = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
 
@@ -70,12 +68,11 @@ def memory_lines(plan: MemoryPlan, measured: Measured) -> list[str]:
 def planned_seconds(config: Config, device: torch.device, stage: int) -> float | None:
     """Of a rank's own work in a step; None on devices that the planner has no figures of."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    bandwidth = next((gbps for known, gbps in HBM_GBPS.items() if known in name), None)
     peaks = peaks_of(name)
-    if bandwidth is None or peaks is None:
+    if peaks is None or peaks.hbm_gb_per_s is None:
         return None
     fp8 = peaks.fp8 or peaks.bf16
-    cluster = Cluster(name, 1, 1.0, 0.0, peaks.fp32, peaks.bf16, fp8, bandwidth, 1.0, 1.0)
+    cluster = Cluster(name, 1, 1.0, 0.0, peaks.fp32, peaks.bf16, fp8, peaks.hbm_gb_per_s, 1.0, 1.0)
     clock, layouts = StageClock(config, cluster), rank_layouts(config, stage)
     work = sum(clock.chunk(chunk).total for chunk in held_stages(config, stage))
     shards = sum(layout.numel // layout.shards for layout in layouts)

@@ -51,19 +51,21 @@ def max_memory_gib(device: torch.device) -> float:
 @dataclass(frozen=True)
 class Peaks:
     """Dense peaks of a GPU's matrix products, TFLOPS, as its vendor states them (those with sparsity are twice as
-    high). fp32: without tensor cores, since TF32 is never used here."""
+    high). fp32: without tensor cores, since TF32 is never used here. hbm_gb_per_s: its memory's bandwidth, where the
+    planner asks for it."""
 
     fp32: float
     bf16: float
     fp8: float | None
+    hbm_gb_per_s: float | None = None
 
 
 PEAKS = {  # by what the device's name contains; the first that fits counts
-    "H100 PCIe": Peaks(51, 756, 1513),
-    "H100 NVL": Peaks(60, 835, 1671),
-    "H100": Peaks(67, 989, 1979),
-    "H200": Peaks(67, 989, 1979),
-    "H800": Peaks(67, 989, 1979),
+    "H100 PCIe": Peaks(51, 756, 1513, 2000),
+    "H100 NVL": Peaks(60, 835, 1671, 3900),
+    "H100": Peaks(67, 989, 1979, 3350),
+    "H200": Peaks(67, 989, 1979, 4800),
+    "H800": Peaks(67, 989, 1979, 3350),
     "H20": Peaks(44, 148, 296),
     "GB200": Peaks(80, 2500, 5000),
     "B200": Peaks(75, 2250, 4500),
