@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ from megafp8.fp8.primary import PrimaryBytes, orientations
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.step import StepContext
 
-RECIPES = {"bf16": None, "blockwise": {}, "mxfp8": {}}
+RECIPES = ("bf16", "blockwise", "tensorwise", "mxfp8")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
         self.device = torch.device(args.device)
-        recipe = None if RECIPES[name] is None else get_recipe(name, **RECIPES[name])
+        recipe = None if name == "bf16" else get_recipe(name)
         model = ModelConfig(
             num_layers=1,
             hidden_size=args.hidden,
@@ -118,6 +119,7 @@ class Bench:
         if recipe is not None:
             self._make_primary()
         self.step, self.fresh = StepContext(grads=Grads(self.experts)), args.fresh_weights
+        self.keeps_rows = recipe is None
         self._lay_out(uneven(args.rows, args.experts), args.hidden)
 
     @torch.no_grad()
@@ -173,7 +175,7 @@ class Bench:
         y = self.forward()
         held = torch.cuda.memory_allocated() - start - y.untyped_storage().nbytes()
         del y
-        return held + (self.x.nbytes if self.spec.quantizer is None else 0)
+        return held + (self.x.nbytes if self.keeps_rows else 0)
 
     def times(self, repeats: int) -> tuple[float, float]:
         """Median ms of forward and backward, and of forward."""
@@ -190,12 +192,45 @@ class Bench:
             forward.append(between(marks[0], marks[1]))
         return statistics.median(both), statistics.median(forward)
 
-    def parts(self, repeats: int = 3) -> dict[str, float]:
-        """Device ms by kernel."""
-        found: dict[str, float] = {}
-        for kernel in kernels(lambda: [self.run() for _ in range(repeats)], self.device):
-            found[kernel.name[:90]] = found.get(kernel.name[:90], 0.0) + kernel.ms / repeats
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+    def parts(self) -> dict[str, float]:
+        return parts(self.run, self.device)
+
+
+def parts(run: Callable[[], object], device: torch.device, repeats: int = 3) -> dict[str, float]:
+    """Device ms by kernel, the longest first."""
+    found: dict[str, float] = {}
+    for kernel in kernels(lambda: [run() for _ in range(repeats)], device):
+        found[kernel.name[:90]] = found.get(kernel.name[:90], 0.0) + kernel.ms / repeats
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def print_parts(found: dict[str, float]) -> None:
+    for kernel, ms in list(found.items())[:24]:
+        print(f"    {ms:8.3f}ms  {kernel}")
+
+
+@dataclass(frozen=True)
+class WireResult:
+    """Median ms of what is done to rows around one exchange, parts by kernel; saved: bytes that FP8 doesn't send."""
+
+    name: str
+    bf16_ms: float
+    fp8_ms: float
+    saved: int
+    bf16_parts: dict[str, float]
+    fp8_parts: dict[str, float]
+
+    def print(self) -> None:
+        cost = self.fp8_ms - self.bf16_ms
+        even = f"{self.saved / cost / 1e6:8.0f} GB/s" if cost > 0 else "always"
+        print(
+            f"{self.name:10} bf16 {self.bf16_ms:6.3f}ms  fp8 {self.fp8_ms:6.3f}ms  "
+            f"saves {self.saved / 1e6:6.0f} MB  break even {even}"
+        )
+        for form, found in (("bf16", self.bf16_parts), ("fp8", self.fp8_parts)):
+            if found:
+                print(f"  {form}")
+                print_parts(found)
 
 
 class Wire:
@@ -203,6 +238,7 @@ class Wire:
 
     def __init__(self, args: argparse.Namespace, topk: int = 8) -> None:
         device, self.hidden, self.repeats = torch.device(args.device), args.hidden, args.repeats
+        self.wants_parts = args.parts
         recipe = get_recipe("blockwise")
         self.input, self.gradient = recipe.quantizer("input"), recipe.quantizer("grad_output")
         tokens = args.rows // topk
@@ -226,16 +262,13 @@ class Wire:
             arrived = spread(self.x, self.leaving, None)
         spread(arrived, self.arriving, None)
 
-    def report(self) -> Iterator[str]:
-        rows = len(self.leaving)
-        saved = rows * (2 * self.hidden - row_bytes(self.input, self.hidden))
+    def results(self) -> Iterator[WireResult]:
+        saved = len(self.leaving) * (2 * self.hidden - row_bytes(self.input, self.hidden))
         for name, run in (("to experts", self.to_experts), ("gradients", self.gradients)):
-            bf16, fp8 = (self._time(run, on) for on in (False, True))
-            even = f"{saved / (fp8 - bf16) / 1e6:8.0f} GB/s" if fp8 > bf16 else "always"
-            yield f"{name:10} bf16 {bf16:6.3f}ms  fp8 {fp8:6.3f}ms  saves {saved / 1e6:6.0f} MB  break even {even}"
-
-    def _time(self, run: Callable[[bool], None], fp8: bool) -> float:
-        return milliseconds(lambda: run(fp8), self.x.device, self.repeats, warmup=1)
+            bf16, fp8 = (partial(run, on) for on in (False, True))
+            ms = [milliseconds(each, self.x.device, self.repeats, warmup=2) for each in (bf16, fp8)]
+            found = [parts(each, self.x.device) for each in (bf16, fp8)] if self.wants_parts else [{}, {}]
+            yield WireResult(name, *ms, saved, *found)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -254,11 +287,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def write(args: argparse.Namespace, results: list[Result] | list[WireResult]) -> None:
+    if args.json is not None:
+        found = {"arguments": {k: str(v) for k, v in vars(args).items()}, "results": [asdict(r) for r in results]}
+        args.json.write_text(json.dumps(found, indent=1))
+
+
 def main(argv: list[str]) -> int:
     args, results = parse_args(argv), []
     if args.wire:
-        for line in Wire(args).report():
-            print(line)
+        for result in Wire(args).results():
+            result.print()
+            results.append(result)
+        write(args, results)
         return 0
     print(f"{'recipe':10} {'fwd+bwd':>10} {'forward':>10} {'speed':>6} {'bytes a row':>11} {'of bf16':>7}")
     for name in args.recipes:
@@ -271,13 +312,11 @@ def main(argv: list[str]) -> int:
         speed, share = (first.ms / ms, held / (first.bytes or 1)) if first else (1.0, 1.0)
         results.append(Result(name, ms, forward, held, speed, share))
         print(f"{name:10} {ms:8.2f}ms {forward:8.2f}ms {speed:5.2f}x {held:11.0f} {share:6.3f}x", flush=True)
-        for kernel, part in list(bench.parts().items())[:24] if args.parts else ():
-            print(f"    {part:8.3f}ms  {kernel}")
+        if args.parts:
+            print_parts(bench.parts())
         del bench
         gc.collect()
-    if args.json is not None:
-        args.json.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()},
-                                         "results": [asdict(r) for r in results]}, indent=1))  # fmt: skip
+    write(args, results)
     return 0
 
 
