@@ -6,10 +6,11 @@ from bench_moe import main, uneven
 
 
 def test_small_sizes_on_the_cpu(tmp_path, capsys):
-    argv = "--device cpu --hidden 256 --ffn 128 --rows 200 --experts 4 --repeats 1 --recipes bf16 blockwise mxfp8 tensorwise"
-    assert main([*argv.split(), "--fresh-weights", "--json", str(tmp_path / "moe.json")]) == 0
+    argv = "--device cpu --hidden 256 --ffn 128 --rows 200 --experts 4 --repeats 1 --fresh-weights --recipes"
+    recipes = ["bf16", "blockwise", "mxfp8", "tensorwise"]
+    assert main([*argv.split(), *recipes, "--json", str(tmp_path / "moe.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["recipe", "bf16", "blockwise", "mxfp8", "tensorwise"]
+    assert [line.split()[0] for line in lines] == ["recipe", *recipes]
     results = json.loads((tmp_path / "moe.json").read_text())["results"]
     assert all(result["ms"] > result["forward_ms"] > 0 for result in results)
 
@@ -22,8 +23,8 @@ def test_experts_have_uneven_rows():
 
 
 def test_what_travelling_costs(tmp_path, capsys):
-    argv = "--device cpu --hidden 256 --rows 64 --repeats 1 --wire --parts".split()
-    assert main([*argv, "--json", str(tmp_path / "wire.json")]) == 0
+    argv = "--device cpu --hidden 256 --rows 64 --repeats 1 --wire --parts"
+    assert main([*argv.split(), "--json", str(tmp_path / "wire.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("bf16")[0].strip() for line in lines if "break even" in line] == ["to experts", "gradients"]
     results = json.loads((tmp_path / "wire.json").read_text())["results"]
