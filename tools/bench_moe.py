@@ -77,6 +77,9 @@ class Grads:
     def buffer(self, param: Tensor) -> Tensor:
         return self._views[id(param)]
 
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        return self.buffer(param), True
+
     def ready(self, param: Tensor) -> None:
         pass
 

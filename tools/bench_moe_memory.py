@@ -143,6 +143,9 @@ class Grads:
             self._buffers[id(param)] = torch.zeros(param.shape, device=param.device)
         return self._buffers[id(param)]
 
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        return self.buffer(param), True
+
     def ready(self, param: Tensor) -> None:
         pass
 
