@@ -37,7 +37,7 @@ Check = tuple[str, Callable[[], dict]]
 """A name, and what gives the rest of its row."""
 PARTS = ("collectives", "layouts", "switches", "checkpoint", "speed")
 STEPS = 10
-SMALL = {"cuda": (8, 512, 1024, 256, 16), "cpu": (2, 64, 96, 32, 4)}  # layers, hidden, ffn, sequence, samples a step
+SMALL = {"cuda": (4, 512, 1024, 256, 4), "cpu": (2, 64, 96, 32, 4)}  # layers, hidden, ffn, sequence, samples a step
 FP8 = ("--bf16", "--fp8-format")
 RECIPES = {
     "fp32": (),

@@ -21,4 +21,5 @@ if [ ! -f "$run/data_text_document.idx" ]; then
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-8}"
 python tools/selftest_nccl.py "$run" --reference "${flags[@]}"
-torchrun --standalone --nproc-per-node "$gpus" tools/selftest_nccl.py "$run" "${flags[@]}"
+# The module, not the command: a torchrun on PATH may belong to another Python than `python` (a venv over a site's torch).
+python -m torch.distributed.run --standalone --nproc-per-node "$gpus" tools/selftest_nccl.py "$run" "${flags[@]}"
