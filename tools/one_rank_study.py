@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,12 @@ def flags_of(study: Study) -> list[str]:
     return done.stdout.split()[1:]  # none of these scripts' arguments has a space
 
 
-def run(study: Study, *, plan_only: bool) -> dict[str, Any]:
-    """The study's row. Bytes and seconds; without a measurement None."""
+def run(study: Study, *, plan_only: bool, holders: bool = False) -> dict[str, Any]:
+    """The study's row. Bytes and seconds; without a measurement None. holders: with a page on what held the peak."""
     from megafp8.config import parse_args as parse_flags
+    from megafp8.plan.at_peak import at_peak, peak_lines, recorded
     from megafp8.plan.comparison import with_vocabulary
+    from megafp8.plan.measured import owner_lines
     from megafp8.plan.memory import plan_memory
     from megafp8.training.build import pick_device
     from megafp8.training.one_rank import measure_one_rank
@@ -95,8 +98,11 @@ def run(study: Study, *, plan_only: bool) -> dict[str, Any]:
     if plan_only:
         return row
     device = pick_device("cuda")
-    measured = measure_one_rank(config, device, study.rank)
+    with recorded() if holders else nullcontext():
+        measured = measure_one_rank(config, device, study.rank)
+        page = [*owner_lines(plan), *peak_lines(at_peak(device))] if holders else []
     return row | {
+        "page": page,
         "static_measured": measured.static,
         "peak_measured": measured.peak,
         "seconds_planned": planned_seconds(config, device, stage),
@@ -107,19 +113,19 @@ def run(study: Study, *, plan_only: bool) -> dict[str, Any]:
     }
 
 
-def in_process(study: Study, plan_only: bool, pipe: Any) -> None:
+def in_process(study: Study, how: dict[str, bool], pipe: Any) -> None:
     try:
         begin = time.perf_counter()
-        pipe.send(run(study, plan_only=plan_only) | {"wall_seconds": time.perf_counter() - begin})
+        pipe.send(run(study, **how) | {"wall_seconds": time.perf_counter() - begin})
     except BaseException:
         pipe.send({"name": study.name, "error": traceback.format_exc()})
 
 
-def fresh(study: Study, plan_only: bool, timeout: float) -> dict[str, Any]:
-    """The row, from a process of its own, with a CUDA context of its own."""
+def fresh(study: Study, how: dict[str, bool], timeout: float) -> dict[str, Any]:
+    """The row, from a process of its own, with a CUDA context of its own. how: keywords of `run`."""
     fork = multiprocessing.get_context("fork")  # torch is imported once, before
     ours, theirs = fork.Pipe()
-    process = fork.Process(target=in_process, args=(study, plan_only, theirs))
+    process = fork.Process(target=in_process, args=(study, how, theirs))
     process.start()
     theirs.close()
     try:
@@ -165,6 +171,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", nargs="+", metavar="TEXT", help="studies whose name contains one of these")
     add("--plan-only", action="store_true", help="print the plan, run nothing")
+    add("--holders", action="store_true", help="print what the plan's peak is made of, and what held the measured one")
     add("--output", type=Path, metavar="FILE.json", help="rows, unrounded")
     add("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one study (default: 120)")
     args = parser.parse_args(argv)
@@ -186,8 +193,9 @@ def main(argv: list[str] | None = None) -> int:
 
     rows = []
     for study in args.studies:
-        rows.append(fresh(study, args.plan_only, args.timeout))
-        print(table(rows[-1:])[-1], flush=True)
+        how = {"plan_only": args.plan_only, "holders": args.holders}
+        rows.append(fresh(study, how, args.timeout))
+        print("\n".join([table(rows[-1:])[-1], *rows[-1].get("page", ())]), flush=True)
         if "error" in rows[-1]:
             print(rows[-1]["error"], file=sys.stderr, flush=True)
     print("\n".join(["", *table(rows)]))

@@ -10,11 +10,12 @@
 FLAGS are those of a training (`pretrain_gpt.py --help`), --config included.
 
 `memory` prints what each pipeline stage's ranks will hold, and what other precisions of weights and optimizer state
-would hold instead; --measure builds the job on this machine's GPU, in one process, runs two steps without data and
-prints what CUDA's allocator counts beside the forecast. `forecast` adds the time of a step on a cluster, tokens a
-second, MFU, and what a rank sends. `search` tries the layouts that the flags leave open, in BF16 and in FP8, and lists
-the fastest that fit. `schedule` prints what every pipeline rank does and when; `F3.1` is the forward of microbatch 3 in
-the rank's second virtual stage, B a backward, I one without weight gradients, W those.
+would hold instead; --measure builds the job on this machine's GPU, in one process, runs three steps without data and
+prints what CUDA's allocator counts beside the forecast, and which lines of code held the most at the peak. `forecast`
+adds the time of a step on a cluster, tokens a second, MFU, and what a rank sends. `search` tries the layouts that the
+flags leave open, in BF16 and in FP8, and lists the fastest that fit. `schedule` prints what every pipeline rank does
+and when; `F3.1` is the forward of microbatch 3 in the rank's second virtual stage, B a backward, I one without weight
+gradients, W those.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _environment(gpus: int | None) -> dict[str, str]:
 
 
 def memory(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    from megafp8.plan.comparison import comparison_lines, measured_lines
+    from megafp8.plan.comparison import comparison_lines
+    from megafp8.plan.measured import measured_lines
     from megafp8.plan.memory import plan_stages
     from megafp8.plan.summary import memory_lines
 

@@ -1,12 +1,10 @@
-"""Memory of weights, gradients and optimizer: in other precisions, and by the allocator's count."""
+"""Memory of weights, gradients and optimizer in other precisions."""
 
 from __future__ import annotations
 
-import torch
-
 from megafp8.config import Config, with_vocab_size
 from megafp8.data import build_tokenizer
-from megafp8.plan.memory import MemoryPlan, plan_memory
+from megafp8.plan.memory import plan_memory
 from megafp8.plan.rank_parameters import rank_parameters
 
 RECIPES = {
@@ -82,63 +80,4 @@ def comparison_lines(config: Config, device: str = "cpu") -> list[str]:
         w, c, g, o = (part / numel for part in parts)
         total = sum(parts) / numel
         lines.append(f"{name:<36}{w:9.3f}{c:9.3f}{g:9.3f}{o:11.3f}{total:9.3f}{sum(parts) / reference:9.4f}")
-    return lines
-
-
-def measured_lines(config: Config) -> list[str]:
-    """The forecast beside what CUDA's allocator counts, after two steps without data of this configuration.
-
-    Raises ValueError without a GPU, or for a configuration of several processes.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("--measure needs a CUDA GPU, and torch sees none; leave it out")
-    if config.parallel.world_size > 1 or config.parallel.pipeline_model_parallel_size > 1:
-        raise ValueError("--measure builds one process; give the flags of a job of one")
-    return rows(measure(config, plan_memory(config, "cuda"), torch.device("cuda")))
-
-
-def measure(config: Config, plan: MemoryPlan, device: torch.device) -> dict[str, tuple[int, int]]:
-    """Builds the job, and takes two steps on random tokens; CUDA alone. By what: forecast, and allocator's bytes."""
-    from megafp8.core.gpt import build_model  # seconds to import, which the other commands don't need
-    from megafp8.fp8 import DelayedScaling
-    from megafp8.optimizer import build_optimizer
-    from megafp8.parallel import ParallelContext
-    from megafp8.params import specs_in_order
-    from megafp8.step import StepContext
-
-    before = torch.cuda.memory_allocated(device)
-    parallel = ParallelContext()
-    model = build_model(config, parallel, device)
-    scaling = DelayedScaling.of(model)
-    optimizer = build_optimizer(specs_in_order(model), config, parallel, scaling=scaling)
-    shape = (config.train.micro_batch_size, config.data.seq_length)
-    tokens = torch.randint(config.model.unpadded_vocab_size, shape, device=device)
-    held = peak = static = 0
-    for _ in range(2):
-        optimizer.zero_grad(2)
-        torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(2):  # FP8 copies of weights are made in a step's first forward
-            resident = torch.cuda.memory_allocated(device)
-            loss = model(tokens, step=StepContext(grads=optimizer.grads, scaling=scaling), labels=tokens)
-            held = torch.cuda.memory_allocated(device) - resident
-            loss.backward()
-            del loss
-        optimizer.reduce_gradients()
-        static = torch.cuda.memory_allocated(device) - before
-        if scaling is not None:
-            scaling.advance()
-        optimizer.step(lr=0.0, weight_decay=0.0, valid_tokens=2 * tokens.numel())
-        peak = torch.cuda.max_memory_allocated(device) - before
-    return {
-        "weights, copies, gradients, optimizer": (plan.static, static),
-        "activations": (plan.held, held),
-        "peak": (plan.total, peak),
-    }
-
-
-def rows(found: dict[str, tuple[int, int]]) -> list[str]:
-    lines = [f"{'MiB':<40}{'forecast':>12}{'allocator':>12}{'off':>8}"]
-    for name, (planned, measured) in found.items():
-        off = planned / measured - 1 if measured else 0.0
-        lines.append(f"{name:<40}{planned / 2**20:12.1f}{measured / 2**20:12.1f}{off:8.1%}")
     return lines

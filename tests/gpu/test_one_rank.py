@@ -1,12 +1,18 @@
-"""One rank of a large job alone on a GPU: memory within a tenth of the plan, traffic exactly as planned."""
+"""One rank of a large job alone on a GPU: memory within a tenth of the plan, traffic exactly as planned.
+
+Each case runs in a process of its own.
+"""
 
 import pytest
 import torch
 
 from megafp8.config import build_config, with_vocab_size
+from megafp8.plan.at_peak import at_peak, peak_lines, recorded
+from megafp8.plan.measured import owner_lines
 from megafp8.plan.memory import plan_memory
 from megafp8.training.one_rank import measure_one_rank
 from megafp8.training.one_rank_report import report_lines, traffic_differs
+from tests.gpu.fresh import fresh
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,14 +66,21 @@ CASES = {
 }
 
 
+def compare(world: int, rank: int, flags: dict) -> tuple[int, int, bool, bool, list[str]]:
+    """Peak planned and measured, whether gradients were finite, whether traffic differed, and a page on all of it."""
+    config, device = with_vocab_size(build_config(env={"WORLD_SIZE": str(world)}, **flags), 32768), torch.device("cuda")
+    with recorded():
+        measured = measure_one_rank(config, device, rank)
+        held = at_peak(device)
+    plan = plan_memory(config, device, measured.stage)
+    page = [*report_lines(config, device, measured), *owner_lines(plan), *peak_lines(held)]
+    return plan.total, measured.peak, measured.finite, traffic_differs(config, measured), page
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_memory_and_traffic_are_as_planned(case):
-    world, rank, flags = CASES[case]
-    config = with_vocab_size(build_config(env={"WORLD_SIZE": str(world)}, **flags), 32768)
-    device = torch.device("cuda")
-    measured = measure_one_rank(config, device, rank)
-    print("\n".join(report_lines(config, device, measured)))
-    plan = plan_memory(config, device, measured.stage)
-    assert measured.finite
-    assert not traffic_differs(config, measured)
-    assert plan.total == pytest.approx(measured.peak, rel=0.1)
+    planned, measured, finite, differs, page = fresh(compare, *CASES[case])
+    print("\n".join([case, *page]))
+    assert finite
+    assert not differs
+    assert planned == pytest.approx(measured, rel=0.1)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megafp8.plan.comparison import comparison_lines, rows, variants
+from megafp8.plan.comparison import comparison_lines, variants
+from megafp8.plan.measured import table as measured_table
 from megafp8.plan.memory import plan_memory
 
 
@@ -32,5 +33,5 @@ def test_variants_do_not_depend_on_the_configurations_own_precision(make):
 
 
 def test_the_forecast_stands_beside_what_was_measured():
-    lines = rows({"activations": (3 << 20, 2 << 20)})
+    lines = measured_table({"activations": (3 << 20, 2 << 20)})
     assert lines[1].split() == ["activations", "3.0", "2.0", "50.0%"]
