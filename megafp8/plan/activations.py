@@ -209,17 +209,17 @@ def _recomputed_unit(name: str, kinds: LayerKinds, members: list[LayerShape], si
 
 def _head_phase(config: Config, s: Sizes, prefix: str = "") -> Phase:
     chunks = config.train.cross_entropy_chunks
-    tokens = -(-s.tokens // chunks)
+    tokens, fused = -(-s.tokens // chunks), config.train.device != "cpu"
     logits = tokens * (config.model.padded_vocab_size // s.tp) * s.element
     kept = (
         Activation(f"{prefix}final_norm", "input", s.norm(s.stream_tokens, s.model.hidden_size)),
         Activation(f"{prefix}lm_head", "input", s.stream),
     )
     if chunks > 1:
-        made_again = logits + loss_bytes(s, tokens) + s.stream  # the parts' gradients are put together at the end
+        made_again = logits + loss_bytes(s, tokens, fused=fused) + s.stream  # the parts' gradients are put together at the end
         return Phase(kept, backward=made_again, what="one part's logits made again")
     kept = (*kept, Activation(f"{prefix}loss", "logits", logits))
-    return Phase(kept, backward=loss_bytes(s, tokens), what="gradients of LM head and loss")
+    return Phase(kept, backward=loss_bytes(s, tokens, fused=fused), what="gradients of LM head and loss")
 
 
 def _prediction(config: Config, kinds: LayerKinds, layer: LayerShape, s: Sizes) -> Iterator[Phase]:

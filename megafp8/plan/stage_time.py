@@ -4,12 +4,15 @@ GEMMs of this rank's parts, attention's products over the keys that a token sees
 in bytes a token (e: compute dtype; i, f: fc1's and fc2's inner widths; w: qkv's output):
 
     forward    norm -> quantize   h (e + 2)            split, rotate  2 w e          sums  6 h e
-               quantize proj's input  a d (e + 1)      activation  i e + f, BF16 i e + f e
+               quantize proj's input  a d (e + 1), BF16 0      activation  i e + f, BF16 i e + f e
     backward   dY -> FP8          h (e + 2) a linear, w (e + 2)       norm's gradient  4 h e
-               activation         f e + i e + 2 i + f    rotate  2 w e    proj's input again  a d (e + 1)
+               activation         f e + i e + 2 i + f    rotate  2 w e    proj's input again  a d (e + 1), BF16 0
     experts    rows permuted and quantized on the way in, summed on the way back; the same in backward
     router     its FP32 copies, 12 h e forward and backward; scores
-    loss       20 bytes a logit forward, 42 backward (PyTorch's FP32 operations, one after the other)
+    loss       the kernels of GPUs: logits read, then read and their gradient written in their place, 3 e a logit;
+               backward multiplies that by the loss's gradient, 2 e
+    again      parts that backward recomputes, with all of their forward; norms  h (e + 1), BF16 2 h e; an activation
+               of experts in BF16  i e + f e (in FP8 its remaking is part of backward anyway)
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from megafp8.plan.shapes import LayerShape, PartShape, layer_linears
 from megafp8.plan.sizes import Sizes
 from megafp8.plan.speed import ATTENTION_BACKWARD, attention_seconds, gemm_seconds, memory_seconds
 
-LOSS_FORWARD, LOSS_BACKWARD = 20, 42
-"""Bytes read and written a logit."""
+LOSS_FORWARD, LOSS_BACKWARD = 3, 2
+"""Times that a logit is read or written (kernels/cross_entropy.py)."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,20 @@ class StageClock:
         return Times(*(gemm_seconds(self.cluster, role, *sizes) for role in ("fprop", "dgrad", "wgrad")))
 
     def head(self) -> Times:
-        """LM head and loss."""
+        """LM head and loss; in chunks, backward runs them again."""
         s, m = self.sizes, self.config.model
         columns = m.padded_vocab_size // s.tp
         gemms = self._linear(PartShape("lm_head", columns, m.hidden_size))
-        logits = s.tokens * columns
-        return gemms + _memory(self.cluster, logits * LOSS_FORWARD, logits * LOSS_BACKWARD)
+        logits = s.tokens * columns * s.element
+        times = gemms + _memory(self.cluster, logits * LOSS_FORWARD, logits * LOSS_BACKWARD)
+        return times + Times(input=times.forward) if self.config.train.cross_entropy_chunks > 1 else times
 
     def update(self, elements: int, shard: int) -> float:
         """The optimizer's: norm and update of this rank's shard (34 bytes an element), and gradients zeroed."""
         return memory_seconds(self.cluster, 34.0 * shard + 4.0 * elements)
 
 
-AGAIN = {"core": ("core_attn",), "up": ("mla_up_proj",), "mlp": ("mlp",), "experts": ("moe",),
+AGAIN = {"core": ("core_attn",), "up": ("mla_up_proj",), "mlp": ("mlp",), "experts": ("moe",), "rows": ("moe",),
          "shared": ("moe", "shared_experts")}  # fmt: skip
 """Part of a layer -> the recomputations that run it again."""
 
@@ -103,12 +107,14 @@ AGAIN = {"core": ("core_attn",), "up": ("mla_up_proj",), "mlp": ("mlp",), "exper
 @lru_cache(maxsize=1 << 14)
 def _layer_times(cluster: Cluster, kind: LayerKind, length: int, recomputed: tuple[str, ...] | None) -> Times:
     """length: of the sequences; recomputed: parts that backward computes again, None for the whole layer."""
-    parts = LayerTimes(cluster, kind, length).parts()
+    layer = LayerTimes(cluster, kind, length)
+    parts = layer.parts()
     if recomputed is None:
-        again = parts.values()
+        again = sum(times.forward for times in parts.values())
     else:
-        again = [times for name, times in parts.items() if set(AGAIN.get(name, ())) & set(recomputed)]
-    return sum(parts.values(), Times()) + Times(input=sum(times.forward for times in again))
+        again = sum(times.forward for name, times in parts.items() if set(AGAIN.get(name, ())) & set(recomputed))
+        again += layer.remade(recomputed)
+    return sum(parts.values(), Times()) + Times(input=again)
 
 
 @dataclass(frozen=True)
@@ -126,26 +132,45 @@ class LayerTimes:
     def parts(self) -> dict[str, Times]:
         """By part: attention's linears, up (the latents' projections), core, mlp, experts, shared, rows, around."""
         s, m = self.sizes, self.sizes.model
-        recipes, found = dict(self.kind.recipes), {}
+        recipes, found = self.recipes, {}
         for whole in layer_linears(m, experts=self.kind.experts):
             name = whole.part.rpartition(".")[2]
             part = "up" if name in ("q_up", "kv_up") else whole.part.partition(".")[0]
             part = "experts" if "*" in whole.part else "shared" if "shared" in whole.part else part
             times = self._linear(s.local(whole), recipes[whole.part.replace("*", "0")])
             found[part] = found.get(part, Times()) + times
-        quantizes = 2 if any(recipe is not None for recipe in recipes.values()) else 0
-        found |= {"around": self._around(quantizes), "core": self._attention()}
-        return found | ({"rows": self._rows(quantizes)} if self.kind.experts else {})
+        found |= {"around": self._around(), "core": self._attention()}
+        return found | ({"rows": self._rows()} if self.kind.experts else {})
 
-    def _around(self, quantizes: int) -> Times:
+    def remade(self, recomputed: tuple[str, ...]) -> float:
+        """Seconds that norms and the experts' activation take to be made anew, where that is asked for."""
+        s, m, e, size = self.sizes, self.sizes.model, self.sizes.element, 0
+        if "layernorm" in recomputed:
+            size += 2 * s.stream_tokens * m.hidden_size * (e + (self.quantizes // 2 or e))
+        first = next((shape for shape in map(s.local, layer_linears(m, experts=self.kind.experts))
+                      if shape.part == "mlp.experts.*.fc1"), None)  # fmt: skip
+        if first is not None and "moe_act" in recomputed and self.recipes["mlp.experts.0.fc2"] is None:
+            size += s.rows * first.out_features * e * (1.5 if m.swiglu else 2)
+        return memory_seconds(self.cluster, size)
+
+    @property
+    def recipes(self) -> dict[str, Recipe | None]:
+        return dict(self.kind.recipes)
+
+    @property
+    def quantizes(self) -> int:
+        """Bytes of an operand's FP8 copies in both directions, an element; 0 without FP8."""
+        return 2 if any(recipe is not None for recipe in self.recipes.values()) else 0
+
+    def _around(self) -> Times:
         """Norms, sums, heads split and rotated, operands quantized."""
-        s, m, e = self.sizes, self.sizes.model, self.sizes.element
+        s, m, e, quantizes = self.sizes, self.sizes.model, self.sizes.element, self.quantizes
         hidden, heads = s.stream_tokens * m.hidden_size, m.num_attention_heads // s.tp
         width = heads * m.query_channels * (3 if m.multi_latent_attention else 1)
         width += 0 if m.multi_latent_attention else 2 * (m.num_query_groups // s.tp) * m.kv_channels
-        out = heads * m.value_channels
-        forward = 2 * hidden * (e + (quantizes or e)) + 6 * hidden * e + s.tokens * (2 * width * e + out * (e + 1))
-        backward = 8 * hidden * e + s.tokens * (width * (3 * e + quantizes) + out * (e + 1))
+        out = heads * m.value_channels * (e + 1) if self.recipes["attention.proj"] is not None else 0
+        forward = 2 * hidden * (e + (quantizes or e)) + 6 * hidden * e + s.tokens * (2 * width * e + out)
+        backward = 8 * hidden * e + s.tokens * (width * (3 * e + quantizes) + out)
         backward += 2 * s.tokens * m.hidden_size * (e + quantizes) if quantizes else 0
         return _memory(self.cluster, forward, backward)
 
@@ -168,9 +193,9 @@ class LayerTimes:
         forward = attention_seconds(self.cluster, flops)
         return Times(forward, ATTENTION_BACKWARD * forward)
 
-    def _rows(self, quantizes: int) -> Times:
+    def _rows(self) -> Times:
         """Tokens to the experts' rows and back, and the router."""
-        s, m, e = self.sizes, self.sizes.model, self.sizes.element
+        s, m, e, quantizes = self.sizes, self.sizes.model, self.sizes.element, self.quantizes
         sent = s.routed_tokens * m.moe_router_topk * m.hidden_size * e if s.exchanges else 0
         rows = s.rows * m.hidden_size
         moved = 4 * sent + rows * (2 * e + (e + quantizes if quantizes else 0))

@@ -49,10 +49,13 @@ def backward_bytes(plan: LayerPlan, part: str) -> int:
     return max(_experts(plan), _router(plan), shared)
 
 
-def loss_bytes(sizes: Sizes, tokens: int) -> int:
-    """Returns what loss and LM head hold on top of the logits of `tokens` tokens, whose gradient takes their place."""
+def loss_bytes(sizes: Sizes, tokens: int, *, fused: bool) -> int:
+    """Returns what loss and LM head hold on top of the logits of `tokens` tokens, whose gradient takes their place.
+
+    fused: by the kernels of GPUs.
+    """
     columns = sizes.model.padded_vocab_size // sizes.tp
-    in_fp32 = 4 * min(tokens * columns, max(CHUNK_ELEMENTS, columns))
+    in_fp32 = 0 if fused else 4 * min(tokens * columns, max(CHUNK_ELEMENTS, columns))
     hidden = tokens * sizes.model.hidden_size * sizes.element
     around = hidden + hidden // sizes.tp if sizes.sequence_parallel else 0  # the input gathered again, dX scattered
     return max(in_fp32, hidden + around)

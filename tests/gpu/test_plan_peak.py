@@ -56,7 +56,7 @@ FP8 = {"fp8_format": "e4m3"}
 PRIMARY = FP8 | {"fp8_param_gather": True, "use_distributed_optimizer": True}
 TENSORWISE = {"fp8_format": "hybrid"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-MANY = {"num_layers": 1, "micro_batch_size": 8, "global_batch_size": 16}
+MANY = {"num_layers": 1, "micro_batch_size": 6, "global_batch_size": 12}
 CASES = {
     "dense, bf16": DENSE,
     "dense, bf16, recomputed": DENSE | FULL,
@@ -71,7 +71,7 @@ CASES = {
     "moe, one layer of many tokens, blockwise": MOE | FP8 | MANY,
 }  # fmt: skip
 DRAWS = range(1, 5)
-SMALLEST, LARGEST = 2 << 30, 24 << 30
+SMALLEST, LARGEST = 2 << 30, 16 << 30
 """Planned bytes of what is drawn."""
 
 

@@ -230,10 +230,12 @@ def test_temporaries_of_head_and_loss(make):
     wide = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "bf16": True, "seq_length": 4096}
     sizes = {"": {}, "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "world_size": 2}}
     for flags, mib in zip(sizes.values(), (64, 64 + 64 + 32), strict=True):
-        assert loss_bytes(Sizes.of(make("llama", micro_batch_size=2, **wide | flags)), 8192) == mib << 20
+        found = Sizes.of(make("llama", micro_batch_size=2, **wide | flags))
+        assert loss_bytes(found, 8192, fused=True) == loss_bytes(found, 8192, fused=False) == mib << 20
     alone = Sizes.of(make("llama", micro_batch_size=2, **wide))
     few = replace(alone, model=replace(alone.model, hidden_size=8))
-    assert loss_bytes(few, 8192) == 4 * 8192 * 384, "FP32 logits of all tokens"
+    assert loss_bytes(few, 8192, fused=False) == 4 * 8192 * 384, "FP32 logits of all tokens"
+    assert loss_bytes(few, 8192, fused=True) == 2 * 8 * 8192, "GPUs' kernels have none"
 
 
 def test_the_peak_is_in_the_part_that_holds_most():
