@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import TracebackType
 
@@ -129,13 +130,11 @@ def _kept_by(node: Node) -> tuple[list[Tensor], list[Tensor]]:
     tensors, again = list(_tensors(getattr(node, "__dict__", None), 2)), []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
-            try:
+            with suppress(RuntimeError):  # its backward has run, or its forward is still running
                 saved = getattr(node, name)
-            except RuntimeError:  # its backward has run
-                continue
-            for each in saved if isinstance(saved, tuple | list) else (saved,):
-                tensors += _put_away(each)
-                again += _inputs_again(getattr(each, "unpack_hook", None))
+                for each in saved if isinstance(saved, tuple | list) else (saved,):
+                    tensors += _put_away(each)
+                    again += _inputs_again(getattr(each, "unpack_hook", None))
     return tensors, again
 
 
@@ -147,7 +146,10 @@ def _put_away(saved: object) -> Iterator[Tensor]:
 def _inputs_again(hook: object) -> Iterator[Tensor]:
     """The inputs that `torch.utils.checkpoint` holds for a part that it runs again."""
     for cell in getattr(hook, "__closure__", None) or ():
-        part = cell.cell_contents
+        try:
+            part = cell.cell_contents
+        except ValueError:  # empty
+            continue
         for saved in getattr(part, "saved_args", None) or ():
             yield from _put_away(saved) if not isinstance(saved, Tensor) else (saved,)
         if isinstance(saver := getattr(part, "input_saver", None), Node):  # of earlier versions
@@ -177,7 +179,7 @@ def _tensors(value: object, depth: int = 6) -> Iterator[Tensor]:
     elif isinstance(value, Tensor):  # bytes and scales of one that is quantized
         yield from _tensors(getattr(value, "quantized", None), depth)
     elif depth and not isinstance(value, torch.nn.Module | type):
-        ours = type(value).__module__.split(".")[0] == "megafp8"
+        ours = str(getattr(type(value), "__module__", "")).split(".")[0] == "megafp8"  # a C type may have none
         if isinstance(value, tuple | list | Mapping) or ours:
             for part in _parts(value):
                 yield from _tensors(part, depth - 1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from megafp8.plan.activations import by_module
 from megafp8.plan.memory import MemoryPlan, plan_memory
 from megafp8.training.build import Parts
-from megafp8.training.live_memory import IN_HAND, LiveMemory
+from megafp8.training.live_memory import IN_HAND, LiveMemory, live_memory
 from megafp8.training.memory_savings import savings
 from megafp8.training.throughput import GIB, max_memory_gib
 
@@ -19,20 +20,42 @@ ROWS = 12
 ACTIVATIONS, TEMPORARIES = "activations", "temporaries"
 
 
-def memory_page(parts: Parts, live: LiveMemory) -> list[str]:
-    """The lines: a table by owner, the device, activations by module, flags."""
-    config, stage = parts.config, parts.parallel.pp.rank
-    plan = plan_memory(config, parts.device, stage)
-    return [
-        *_owner_lines(plan, live),
-        *_device_lines(parts.device),
-        *_module_lines(plan, live),
-        *_saving_lines(parts, stage),
-    ]
+def memory_page(parts: Parts, error: BaseException | None = None) -> list[str]:
+    """The lines: a table by owner, the device, activations by module, flags. error: that ran out of memory.
+
+    A part that can't be made says why in its place: it must not hide the others, nor end a run that is well.
+    """
+    lines, live, plan = [], LiveMemory({}), None
+    try:
+        live = live_memory(parts, error)
+    except Exception as second:
+        lines.append(_unknown("what is there now", second))
+    try:
+        plan = plan_memory(parts.config, parts.device, parts.parallel.pp.rank)
+    except Exception as second:
+        lines.append(_unknown("the plan", second))
+    lines += _part("memory by owner", lambda: _owner_lines(plan, live))
+    lines += _part("the device", lambda: _device_lines(parts.device))
+    lines += _part("activations by module", lambda: _module_lines(plan, live))
+    lines += _part("what would save most", lambda: _saving_lines(parts, parts.parallel.pp.rank))
+    return lines
 
 
-def _owner_lines(plan: MemoryPlan, live: LiveMemory) -> Iterator[str]:
-    planned, there = dict(plan.owners), dict(live.owners)
+def _part(what: str, make: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(make())
+    except Exception as second:
+        return [_unknown(what, second)]
+
+
+def _unknown(what: str, error: Exception) -> str:
+    """A line for a bug report."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{what}: not known, {type(error).__name__} at {place.filename}:{place.lineno}: {error}"
+
+
+def _owner_lines(plan: MemoryPlan | None, live: LiveMemory) -> Iterator[str]:
+    planned, there = dict(plan.owners) if plan is not None else {}, dict(live.owners)
     there[ACTIVATIONS] = live.held
     there[TEMPORARIES] = live.in_hand
     if live.allocated is not None:
@@ -42,7 +65,7 @@ def _owner_lines(plan: MemoryPlan, live: LiveMemory) -> Iterator[str]:
         if planned.get(name) or there.get(name):
             yield f"  {name:<42}{_size(planned.get(name, 0))}{_size(there.get(name, 0))}"
     total = live.found if live.allocated is None else max(live.allocated, live.found)
-    yield f"  {'in all':<42}{_size(plan.total)}{_size(total)}"
+    yield f"  {'in all':<42}{_size(plan.total if plan is not None else 0)}{_size(total)}"
 
 
 def _device_lines(device: torch.device) -> Iterator[str]:
@@ -60,10 +83,10 @@ def _device_lines(device: torch.device) -> Iterator[str]:
         yield "much of it is reserved, in pieces too small: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True may help"
 
 
-def _module_lines(plan: MemoryPlan, live: LiveMemory) -> Iterator[str]:
-    planned = {f"{a.module}: {a.what}": a.bytes for a in by_module(plan.activations)}
-    yield f"activations planned, of one microbatch ({plan.pairs} in flight at the peak):"
-    yield from _largest(planned)
+def _module_lines(plan: MemoryPlan | None, live: LiveMemory) -> Iterator[str]:
+    if plan is not None:
+        yield f"activations planned, of one microbatch ({plan.pairs} in flight at the peak):"
+        yield from _largest({f"{a.module}: {a.what}": a.bytes for a in by_module(plan.activations)})
     there = dict(live.activations) | ({IN_HAND: live.in_hand} if live.in_hand else {})
     if there:
         yield "activations now, of all microbatches in flight, by the linear that keeps or reads them:"

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megafp8.config import Config
 from megafp8.config.publish import publish
 from megafp8.training.build import Parts
-from megafp8.training.live_memory import live_memory
 from megafp8.training.memory_page import memory_page
 
 EXIT_OUT_OF_MEMORY = 19
@@ -74,7 +73,7 @@ class MemoryWatch:
         self._asked = False
         rank = self._parts.parallel.rank
         lines = [f"memory of rank {rank} after iteration {iteration} (SIGUSR2)"]
-        lines += [*self._page(), self._dump(f"iter{iteration}")]
+        lines += [*memory_page(self._parts), self._dump(f"iter{iteration}")]
         self._publish(lines, f"memory_rank{rank}_iter{iteration}.txt", sys.stdout)
 
     def at_line(self) -> None:
@@ -94,17 +93,11 @@ class MemoryWatch:
         reason = f"rank {rank} of {world} ran out of memory in iteration {iteration}"
         lines = [f"{reason}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"]
         lines += [f"  at {_place(error)}", *(f"  {note}" for note in getattr(error, "__notes__", ()))]
-        lines += [*self._page(error), self._dump("oom")]
+        lines += [*memory_page(self._parts, error), self._dump("oom")]
         stacks = "".join(traceback.format_exception(error))
         first = tell_others(EXIT_OUT_OF_MEMORY, reason)
         self._publish(lines, f"out_of_memory_rank{rank}.txt", sys.stderr, stacks, in_full=first)
         return OutOfMemory(EXIT_OUT_OF_MEMORY)
-
-    def _page(self, error: BaseException | None = None) -> list[str]:
-        try:
-            return memory_page(self._parts, live_memory(self._parts, error))
-        except Exception as second:  # the page must not hide what it is about, nor end a run that is well
-            return [f"no page: {type(second).__name__}: {second}"]
 
     def _dump(self, label: str = "") -> str:
         """Writes a snapshot; returns a line about it, whether or not it could be written."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
 from pathlib import Path
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from megafp8.core.gpt import GPTModel, ModelChunks
 from megafp8.training.build import Parts
@@ -44,43 +46,68 @@ def global_names(model: GPTModel | ModelChunks) -> dict[nn.Module, str]:
     return names
 
 
+class _Span:
+    """Open from its making to `end`, in PyTorch's trace, and on a GPU as an NVTX range."""
+
+    def __init__(self, name: str, thread: int, nvtx: bool, backward: bool) -> None:
+        self.backward, self._thread, self._nvtx = backward, thread, nvtx
+        self._record = torch.profiler.record_function(name)
+        self._record.__enter__()
+        if nvtx:
+            torch.cuda.nvtx.range_push(name)
+
+    def end(self, thread: int) -> None:
+        self._record.__exit__(None, None, None)
+        if self._nvtx and thread == self._thread:  # NVTX has a stack a thread, and no way to another's
+            torch.cuda.nvtx.range_pop()
+
+
 class Marks:
-    """Named spans in traces: PyTorch's, and on a GPU NVTX ranges."""
+    """Named spans in traces: PyTorch's, and on a GPU NVTX ranges. Those of a thread nest.
+
+    Autograd runs a GPU's backward on a thread of its own, so the spans of backward begin and end there: each ends
+    where the next one begins, and the last one when autograd is done with the graph.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._backward: ExitStack | None = None
+        self._nvtx = device.type == "cuda"
+        self._open: dict[int, list[_Span]] = {}  # by thread
 
     @contextmanager
     def __call__(self, name: str):
-        try:
-            with torch.profiler.record_function(name), self._nvtx(name):
-                yield
-        finally:
-            if name.startswith("backward-compute"):
-                self.end_backward()
-
-    @contextmanager
-    def _nvtx(self, name: str):
-        # Not push and pop: a span of backward may begin on one thread and end on another.
-        number = torch.cuda.nvtx.range_start(name) if self._cuda else None
+        spans = self._here()
+        before = len(spans)
+        self._begin(name)
         try:
             yield
         finally:
-            if number is not None:
-                torch.cuda.nvtx.range_end(number)
+            self._end_down_to(before, spans)
 
     def begin_backward(self, name: str) -> None:
-        """A module's backward begins, so the one before has ended."""
-        self.end_backward()
-        self._backward = ExitStack()
-        self._backward.enter_context(torch.profiler.record_function(f"backward {name}"))
-        self._backward.enter_context(self._nvtx(f"backward {name}"))
+        """A module's backward begins, so the one before has ended. Called by autograd."""
+        spans = self._here()
+        if spans and spans[-1].backward:
+            spans.pop().end(get_ident())
+        else:  # the first one of a graph
+            before = len(spans)
+            Variable._execution_engine.queue_callback(lambda: self._end_down_to(before, spans))
+        self._begin(f"backward {name}", backward=True)
 
-    def end_backward(self) -> None:
-        if self._backward is not None:
-            self._backward.close()
-            self._backward = None
+    def end_all(self) -> None:
+        """What an error has left open."""
+        for spans in self._open.values():
+            self._end_down_to(0, spans)
+
+    def _here(self) -> list[_Span]:
+        return self._open.setdefault(get_ident(), [])
+
+    def _begin(self, name: str, backward: bool = False) -> None:
+        self._here().append(_Span(name, get_ident(), self._nvtx, backward))
+
+    @staticmethod
+    def _end_down_to(count: int, spans: list[_Span]) -> None:
+        while len(spans) > count:
+            spans.pop().end(get_ident())
 
 
 def mark_modules(model: GPTModel | ModelChunks, marks: Marks) -> Callable[[], None]:
@@ -155,6 +182,8 @@ class Profile:
         profile = Profile(parts, directory, say)
         several = profile.last > profile.first
         which = f"iterations {profile.first} to {profile.last}" if several else f"iteration {profile.first}"
+        if next_iteration > total:
+            return None  # the log says that nothing is left to train
         if next_iteration > profile.last or profile.first > total:
             say(f"--profile: {which} will not run, only {next_iteration} to {total}; nothing is traced")
             return None
@@ -217,8 +246,8 @@ class Profile:
     def _end_iteration(self) -> None:
         iteration, self._iteration = self._iteration, None
         if iteration is not None:
-            self._marks.end_backward()
             iteration.__exit__(None, None, None)
+            self._marks.end_all()
 
     def _write(self, profiler: torch.profiler.profile) -> None:
         if not self._traced:

@@ -178,7 +178,8 @@ def test_a_page_or_snapshot_that_cannot_be_made_ends_no_run(tmp_path, capsys, mo
     err = capsys.readouterr().err
     assert err.count(f"no snapshot: {tmp_path / 'snapshot_rank0.pickle'}: OSError: no space left") == 1
     assert "rank 0 of 1 ran out of memory in iteration 3: all" in err
-    assert "no page: AttributeError" in err
+    assert "what is there now: not known, AttributeError at " in err
+    assert "the plan: not known, AttributeError at " in err
     assert f"no snapshot: {tmp_path / 'snapshot_rank0_oom.pickle'}: OSError: no space left" in err
     assert "this page is in no file: no space left" in err
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from threading import Thread, get_ident
 
 import pytest
 import torch
@@ -92,11 +93,54 @@ def test_the_trace_has_every_phase_module_and_operator(corpus, tmp_path, capsys)
     assert any(event["name"] == "aten::rms_norm" for event in operators)
 
 
+def test_spans_of_backward_begin_and_end_on_autograds_thread(monkeypatch):
+    """A GPU has one of its own; here a thread that calls backward stands for it. Spans of a thread nest."""
+    spans, ends = {}, []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: spans.setdefault(get_ident(), []).append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ends.append((get_ident(), spans[get_ident()].pop())))
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    marks, own = Marks(torch.device("cuda")), []
+
+    def backward(loss):
+        own.append(get_ident())
+        loss.backward()
+        assert not spans[get_ident()], "the last one ends with the graph"
+
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        for name, part in module.named_children():
+            with marks(name):
+                x = part(x)
+            x.register_hook(lambda grad, name=name: marks.begin_backward(name))
+        with marks("backward-compute"):
+            thread = Thread(target=backward, args=(x.sum(),))
+            thread.start()
+            thread.join()
+    here = get_ident()
+    per_step = [(here, "0"), (here, "1"), (None, "backward 1"), (None, "backward 0"), (here, "backward-compute")]
+    assert ends == [(thread or number, name) for number in own for thread, name in per_step]
+    with pytest.raises(RuntimeError, match="planted"), marks("backward-compute"):
+        x = torch.ones(2, requires_grad=True)
+        y = module[0](x)
+        y.register_hook(lambda grad: marks.begin_backward("0"))
+        x.register_hook(_breaks)
+        y.sum().backward()
+    assert ends[-2:] == [(here, "backward 0"), (here, "backward-compute")]
+
+
+def _breaks(grad):
+    raise RuntimeError("planted")
+
+
 def test_a_run_that_ends_early_leaves_what_there_was_and_others_nothing(corpus, tmp_path, capsys, monkeypatch):
     """Iterations beyond the end are named, and a run that ends when all is warm; an error leaves a trace."""
     argv = flags(corpus, *SHORT, "--profile", "--log-dir", str(tmp_path))
-    assert run(*argv) == 0
+    assert run(*argv, "--save", str(tmp_path / "save"), "--load", str(tmp_path / "save")) == 0
     assert "--profile: iterations 11 to 12 will not run, only 1 to 4; nothing is traced" in capsys.readouterr().out
+    assert run(*argv, "--load", str(tmp_path / "save")) == 0
+    out = capsys.readouterr().out
+    assert "nothing left to train" in out
+    assert "profile" not in out
     assert run(*argv, "--profile-step-start", "2", "--profile-step-end", "3", "--exit-interval", "2") == 0
     assert "the run ended before the first iteration to be traced" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
