@@ -216,7 +216,8 @@ def _head_phase(config: Config, s: Sizes, prefix: str = "") -> Phase:
         Activation(f"{prefix}lm_head", "input", s.stream),
     )
     if chunks > 1:
-        made_again = logits + loss_bytes(s, tokens, fused=fused) + s.stream  # the parts' gradients are put together at the end
+        # The parts' gradients are put together at the end.
+        made_again = logits + loss_bytes(s, tokens, fused=fused) + s.stream
         return Phase(kept, backward=made_again, what="one part's logits made again")
     kept = (*kept, Activation(f"{prefix}loss", "logits", logits))
     return Phase(kept, backward=loss_bytes(s, tokens, fused=fused), what="gradients of LM head and loss")

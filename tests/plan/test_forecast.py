@@ -14,7 +14,7 @@ from megafp8.plan.forecast import forecast
 from megafp8.plan.links import Links
 from megafp8.plan.memory import plan_stages
 from megafp8.plan.shapes import LayerShape
-from megafp8.plan.speed import gemm_seconds
+from megafp8.plan.speed import gemm_seconds, memory_seconds
 from megafp8.plan.stage_time import LayerTimes, StageClock
 from megafp8.plan.traffic import Traffic
 
@@ -56,6 +56,54 @@ def test_experts_are_as_much_faster_in_fp8_as_measured(make, h200):
         clock = StageClock(make("experts", **sizes | fp8), h200)
         parts = LayerTimes(h200, clock.kinds(LayerShape("layers.1", True)), 4096).parts()
         assert parts["experts"].total * 1e3 == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_the_loss_moves_ten_bytes_a_logit(make, h200):
+    """BF16 logits: kernels read them twice and write the gradient, backward reads and writes it; in chunks all of
+    forward runs again."""
+    wide = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1, "bf16": True}
+    config = make("llama", **wide)
+    clock, columns = StageClock(config, h200), config.model.padded_vocab_size
+    gemms = sum(gemm_seconds(h200, role, None, 4096, columns, 4096) for role in ("fprop", "dgrad", "wgrad"))
+    head = clock.head()
+    assert head.total - gemms == pytest.approx(memory_seconds(h200, 10 * 4096 * columns), rel=1e-6)
+    chunked = StageClock(make("llama", cross_entropy_chunks=4, **wide), h200).head()
+    assert chunked.total == pytest.approx(head.total + head.forward)
+
+
+def test_recomputation_costs_what_it_runs_again(make, h200):
+    """The experts', with the router and the rows that come and go; norms; an activation only where it is kept."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 1024, "bf16": True}
+    layer = LayerShape("layers.1", True)
+
+    def clock(**flags):
+        return StageClock(make("experts", **sizes | flags), h200)
+
+    def more(modules: str, **flags) -> float:
+        selective = {"recompute_granularity": "selective", "recompute_modules": (modules,)}
+        return clock(**flags | selective).layer(layer).total - clock(**flags).layer(layer).total
+
+    for flags in ({}, {"fp8_format": "e4m3"}):
+        parts = LayerTimes(h200, clock(**flags).kinds(layer), 1024).parts()
+        assert more("moe", **flags) == pytest.approx(parts["experts"].forward + parts["rows"].forward)
+        norm = 2 * 2 * 1024 * 1024 * (2 + (1 if flags else 2))  # of two, over two sequences
+        assert more("layernorm", **flags) == pytest.approx(memory_seconds(h200, norm))
+    inner = 2 * 2 * 1024 * 2 * 96  # rows of two choices, [gate; up] of 96
+    assert more("moe_act") == pytest.approx(memory_seconds(h200, inner * 2 * 1.5))
+    assert more("moe_act", fp8_format="e4m3") == 0
+
+
+def test_projs_input_is_quantized_in_fp8_only(make, h200):
+    """Of 2048 tokens and 1024 channels: BF16 read and a byte written, in forward and in backward."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 1024, "bf16": True}
+    layer, parts = LayerShape("layers.1", False), []
+    for keep in ((), ("layers.*.attention.proj",)):
+        clock = StageClock(make("llama", fp8_format="e4m3", keep_modules_in_bf16=keep, **sizes), h200)
+        parts.append(LayerTimes(h200, clock.kinds(layer), 1024).parts()["around"])
+    in_fp8, in_bf16 = parts
+    once = memory_seconds(h200, 2048 * 1024 * 3)
+    assert in_fp8.forward - in_bf16.forward == pytest.approx(once)
+    assert in_fp8.input - in_bf16.input == pytest.approx(once)
 
 
 def test_gemms_take_the_measured_speed_and_few_tiles_less(h200, make):
