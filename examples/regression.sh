@@ -10,17 +10,19 @@
 # before the report. They must have read the same corpus, whose digest is in RUNS/corpus.log.
 #
 #   RUNS=DIR       where everything goes (default runs/regression)
-#   SIZE=full      111 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
+#   SIZE=full      110 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
 #   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
 #   MINUTES=N      stop each run after N minutes with a checkpoint; the next `train` goes on from there
+#   EXTRA="..."    more flags of pretrain_gpt.py, for every run
 set -euo pipefail
 cd "$(dirname "$0")/.."
 runs=${RUNS:-runs/regression} size=${SIZE:-full} data=${RUNS:-runs/regression}/data
 
 if [ "$size" = full ]; then
-    vocabulary=16384 mib=700 iterations=1150
-    MODEL=(--num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 1024)
-    BATCH=(--micro-batch-size 32 --global-batch-size 128 --lr-warmup-iters 100 --eval-interval 230 --eval-iters 16)
+    # Wide and shallow, since that is quickest on a GPU; a batch is one microbatch. The evaluations read 2.1 M tokens each.
+    vocabulary=8192 mib=540 iterations=1150
+    MODEL=(--num-layers 3 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 12 --seq-length 1024)
+    BATCH=(--micro-batch-size 128 --global-batch-size 128 --lr-warmup-iters 100 --eval-interval 575 --eval-iters 16)
 else
     vocabulary=512 mib=4 iterations=60
     MODEL=(--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 64)
@@ -30,9 +32,9 @@ length=${MODEL[9]}
 MODEL+=(--max-position-embeddings "$length" --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)
 TRAINING=(--bf16 --train-iters "$iterations" --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --weight-decay 0.1
-    --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10 --log-throughput --save-interval 100000)
-TOKENS=(--data-path "$data/tokens_text_document" --split 95,5,0 --num-workers 2
-    --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model")
+    --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10 --log-throughput)
+TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data/tokenizer.json")
+TOKENS=(--data-path "$data/tokens_text_document" --split 98,2,0 --num-workers 2 "${TOKENIZER[@]}")
 
 flags() { # flags NAME: what makes a run what it is
     local watch="--fp8-monitor-interval $((iterations / 10))"
@@ -64,15 +66,14 @@ ORDER=(bf16 bf16-seed2 blockwise tensorwise delayed mxfp8 weight-1d input-2d fp3
 
 prepare() {
     mkdir -p "$data"
-    [ -f "$data/corpus.jsonl" ] ||
-        python examples/regression_corpus.py --output "$data/corpus.jsonl" --max-mib "$mib" | tee "$runs/corpus.log"
-    [ -f "$data/tokenizer.model" ] || {
-        head -n 2000 "$data/corpus.jsonl" > "$data/sample.jsonl"
-        python tools/train_tokenizer.py --input "$data/sample.jsonl" --vocab-size "$vocabulary" --output-prefix "$data/tokenizer"
-    }
-    [ -f "$data/tokens_text_document.idx" ] ||
+    [ -f "$data/tokenizer.json" ] ||
+        python examples/regression_corpus.py --output "$data/corpus.jsonl" --max-mib "$mib" \
+            --tokenizer "$data/tokenizer.json" --vocab-size "$vocabulary" | tee "$runs/corpus.log"
+    [ -f "$data/tokens_text_document.idx" ] || {
         python tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/tokens" --append-eod \
-            --tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model"
+            "${TOKENIZER[@]}" --log-interval 0 | tee -a "$runs/corpus.log"
+        sha256sum < "$data/tokens_text_document.bin" | sed 's/^\(.\{16\}\).*/tokens: digest \1/' | tee -a "$runs/corpus.log"
+    }
 }
 
 train() { # train NAME...
@@ -83,9 +84,12 @@ train() { # train NAME...
             echo "already trained: $name"
             continue
         fi
+        echo "== $name"
         # shellcheck disable=SC2086 # a run's flags are words
         python pretrain_gpt.py "${MODEL[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${TOKENS[@]}" $extra --log-dir "$dir" \
-            ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints"}
+            ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints" --save-interval 100000} \
+            ${EXTRA:-}
+        cp "$runs/corpus.log" "$dir/"
         if tail -n 1 "$dir/metrics.jsonl" | grep -q "\"iteration\": $iterations,"; then
             touch "$dir/done"
         fi
@@ -112,5 +116,5 @@ command=${1:-help}
 shift || true
 case $command in
 prepare | train | report | flags) "$command" "$@" ;;
-*) sed -n '2,16s/^# \?//p' "$0" ;;
+*) sed -n '2,17s/^# \?//p' "$0" ;;
 esac
