@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A corpus of real text that every machine with Python has: sources and documentation of the installed packages.
 
-    python examples/regression_corpus.py --output corpus.jsonl --max-mib 540 --tokenizer tokenizer.json --vocab-size 8192
+    python examples/regression_corpus.py --output corpus.jsonl --max-mib 540 --tokenizer tokenizer.json
 
 One JSON object a line, `{"text": ...}`, one a file; files that occur twice are taken once. The order follows from the
 files' contents, so it is mixed, and the same on machines with the same packages. What a corpus holds is printed, with
