@@ -1,6 +1,5 @@
 """The launch scripts in examples/ that train mixtures of experts, as a user runs them."""
 
-import json
 import os
 import subprocess
 import sys
@@ -39,14 +38,19 @@ def test_train_moe(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_compare_moe(tmp_path):
+@pytest.mark.parametrize("at_once", ["", "1"], ids=["in turn", "at once"])
+def test_compare_moe(tmp_path, at_once):
     """The script's way through data, three runs and the verdict, on a model that finishes on a CPU."""
-    text = (ROOT / "examples" / "data" / "tinyshakespeare.txt").read_text()[:200_000].split("\n\n")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in text))
+    text = (ROOT / "examples" / "data" / "tinyshakespeare.txt").read_text()
+    for start in range(0, 200_000, 5_000):
+        (tmp_path / "sources").mkdir(exist_ok=True)
+        (tmp_path / "sources" / f"{start}.txt").write_text(text[start : start + 5_000])
     tiny = (
         "--num-layers 2 --hidden-size 128 --ffn-hidden-size 128 --moe-ffn-hidden-size 128 --num-experts 4 "
         "--moe-shared-expert-intermediate-size 128 --moe-layer-freq [0,1] --num-attention-heads 2 --seq-length 32 "
-        "--max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --eval-iters 8"
+        "--max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --eval-iters 8 "
+        "--log-interval 1"
     )
-    out = run("compare_moe.sh", str(tmp_path), str(tmp_path / "text.jsonl"), timeout=850, EXTRA=tiny, VOCAB="512")
-    assert "within the spread plus 0.25%" in out
+    environment = {"EXTRA": tiny, "VOCAB": "512", "AT_ONCE": at_once}
+    out = run("compare_moe.sh", str(tmp_path / "run"), str(tmp_path / "sources"), timeout=850, **environment)
+    assert "FP8, seed 1: within 0.25%" in out
