@@ -187,6 +187,11 @@ class GradSink(Protocol):
         """The FP32 view, in the parameter's local shape, that a wgrad is added into."""
         ...
 
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        """The same view, and whether to add. If not, nothing of this step is there yet: it may hold anything, and the
+        caller writes all of it."""
+        return self.buffer(param), True
+
     def ready(self, param: Tensor) -> None:
         """Says that this microbatch's gradient of `param` is in its buffer."""
         ...

@@ -36,7 +36,7 @@ from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.core.transformer.rope import Rotation, inverse_frequencies, rotation
 from megafp8.fp8 import DelayedScaling, policy
 from megafp8.parallel import ParallelContext
-from megafp8.params import named_specs
+from megafp8.params import GradSink, named_specs
 from megafp8.plan.activations import layer_activations
 from megafp8.step import StepContext
 
@@ -73,7 +73,7 @@ def config_of(args: argparse.Namespace, option: str) -> Config:
     return with_vocab_size(parse_args(shlex.split(flags), env={}), 1024)
 
 
-class Gradients:
+class Gradients(GradSink):
     """FP32 buffers that weight gradients are added into."""
 
     def __init__(self, layer: nn.Module) -> None:

@@ -39,6 +39,7 @@ from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, unpack
 from megafp8.fp8.policy import Policy
 from megafp8.fp8.primary import PrimaryBytes, orientations
 from megafp8.fp8.tensor import QuantizedTensor
+from megafp8.params import GradSink
 from megafp8.step import StepContext
 
 RECIPES = ("bf16", "blockwise", "tensorwise", "mxfp8")
@@ -64,7 +65,7 @@ def uneven(rows: int, experts: int) -> list[int]:
     return counts.tolist()
 
 
-class Grads:
+class Grads(GradSink):
     """FP32 gradients in one flat buffer, the weights of a kind adjacent, as the optimizer lays them out."""
 
     def __init__(self, experts: Experts) -> None:

@@ -44,7 +44,7 @@ from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import policy
 from megafp8.parallel import DONE, Axis, ParallelContext, Pending, fake_parallel
-from megafp8.params import initial_value, named_specs
+from megafp8.params import GradSink, initial_value, named_specs
 from megafp8.plan.layer_activations import LayerPlan, Sizes
 from megafp8.plan.shapes import LayerShape
 from megafp8.step import StepContext
@@ -132,7 +132,7 @@ class _Start:
         return self._dispatcher.send(*args, **options)
 
 
-class Grads:
+class Grads(GradSink):
     """FP32 gradient buffers, made when first asked for."""
 
     def __init__(self) -> None:

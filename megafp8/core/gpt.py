@@ -67,6 +67,9 @@ class _EarlierUse:
     def buffer(self, param: Tensor) -> Tensor:
         return self._sink.buffer(param)
 
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        return self._sink.target(param)
+
     def ready(self, param: Tensor) -> None:
         pass
 

@@ -26,6 +26,7 @@ from megafp8.fp8 import gemm_speed, reference, scaled_mm, triton_gemm
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+from megafp8.fp8.wgrad import put
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +119,17 @@ def dgrad(
 
 
 def wgrad(
-    grad_output: QuantizedStorage, x: QuantizedStorage, out: Tensor | None = None, backend: str = "auto"
+    grad_output: QuantizedStorage,
+    x: QuantizedStorage,
+    out: Tensor | None = None,
+    backend: str = "auto",
+    adds: bool = True,
 ) -> Tensor:
-    """`dW [N, K] = dY [M, N].T @ X [M, K]` in FP32; with `out` (FP32) `out += dW`, which is returned."""
+    """`dW [N, K] = dY [M, N].T @ X [M, K]` in FP32; with `out` (FP32) it is added there, or written over what is there,
+    and `out` returned: the bits are those of an addition to zeros, but that zeros may bear a sign."""
     assert out is None or out.dtype == torch.float32
-    return _multiply(_oriented(grad_output, "colwise"), _oriented(x, "colwise"), None, torch.float32, backend, out)
+    a, b = _oriented(grad_output, "colwise"), _oriented(x, "colwise")
+    return _multiply(a, b, None, torch.float32, backend, out, adds=adds)
 
 
 def grouped_fprop(
@@ -167,8 +174,9 @@ def grouped_wgrad(
     out: Tensor | None = None,
     alignment: int = 1,
     backend: str = "auto",
+    adds: bool = True,
 ) -> Tensor:
-    """`dW [G, N, K]`: `dW[g] = dY[tokens of g].T @ X[tokens of g]` in FP32; with `out` (FP32) `out += dW`, returned.
+    """`dW [G, N, K]`: `dW[g] = dY[tokens of g].T @ X[tokens of g]` in FP32; `out` and `adds` as in `wgrad`.
 
     grad_output, x: colwise `[N, T]`, `[K, T]`, whose tiles restart at each expert's first token: scales
     `[N or K, S]`, S at least `sum(ceil(m_g / B))`; tensorwise `[G]`. Tokens past the last end are not read.
@@ -176,7 +184,8 @@ def grouped_wgrad(
     nothing. alignment: a promise that all `ends` are multiples of it (rows of zeros fill up an expert's tokens). At
     multiples of 16 the kernels read the operands in place, else they copy both first.
     """
-    return _wgrad_grouped(_oriented(grad_output, "colwise"), _oriented(x, "colwise"), ends, out, alignment, backend)
+    a, b = _oriented(grad_output, "colwise"), _oriented(x, "colwise")
+    return _wgrad_grouped(a, b, ends, out, alignment, backend, adds)
 
 
 def _oriented(storage: QuantizedStorage, orientation: str) -> QuantizedStorage:
@@ -196,27 +205,29 @@ def _multiply(
     backend: str,
     out: Tensor | None = None,
     fast: bool = False,
+    adds: bool = True,
 ) -> Tensor:
-    """`A [M, K] @ B [N, K].T + bias`, added into `out` where one is given. ValueError if `backend` can't do it."""
+    """`A [M, K] @ B [N, K].T + bias`; where `out` is given, added into it or written over it, by the backend that is
+    best at adding: so one microbatch is multiplied as another. ValueError if `backend` can't do it."""
     device = a.data.device
     if 0 in (*a.data.shape, b.data.shape[0]):
         if out is not None:
-            return out
+            return out if adds else out.zero_()
         y = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype, device=device)
         return y if bias is None else y + bias.to(out_dtype)
     a, b = _rewritten(a, b, backend, capability(device))
     chosen, reason = _choose(a, b, out_dtype, backend, out is not None, fast)
     if chosen == "triton":
-        return triton_gemm.matmul(a, b, bias, out_dtype, out, fast)
+        return triton_gemm.matmul(a, b, bias, out_dtype, out, fast, adds)
     if chosen == "cublaslt":
         y = scaled_mm.matmul(a, b, bias, out_dtype, fast)
-        return y if out is None else out.add_(y)
+        return put(y, out, adds)
     product = reference.matmul
     if backend != "reference" and (device.type == "cuda" or a.scale is Scale.E8M0):
         _say_emulated(reason)
         product = reference.matmul_emulated if device.type == "cuda" else product
     if out is not None:
-        return out.add_(product(a, b))
+        return put(product(a, b), out, adds)
     return product(a, b, out_dtype) if bias is None else product(a, b).add_(bias).to(out_dtype)
 
 
@@ -320,18 +331,18 @@ def _multiply_grouped(
 
 
 def _wgrad_grouped(
-    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, backend: str, adds: bool
 ) -> Tensor:
-    """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
+    """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able, alignment)
     if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8), backend):
-        return triton_gemm.wgrad_grouped(a, b, ends, out, alignment)
+        return triton_gemm.wgrad_grouped(a, b, ends, out, alignment, adds)
     if out is None:
-        out = torch.zeros(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device)
+        out, adds = torch.empty(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device), False
     assert out.dtype == torch.float32
     for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
-        _multiply(part_a, part_b, None, torch.float32, backend, out[index])
+        _multiply(part_a, part_b, None, torch.float32, backend, out[index], adds=adds)
     return out
 
 

@@ -31,7 +31,7 @@ from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import WeightStack, stacked
-from megafp8.fp8.wgrad import Wgrad
+from megafp8.fp8.wgrad import Wgrad, put
 from megafp8.step import StepContext
 
 
@@ -235,7 +235,7 @@ def _backward_high_precision(
     dx = grouped_matmul.dgrad(dy, args.stack.values(dy.dtype), ends) if needs_dgrad else None
     if not needs_wgrad:
         return dx, None, ()
-    return dx, Wgrad(lambda out: grouped_matmul.wgrad(dy, x, ends, out), dy.nbytes + x.nbytes), ()
+    return dx, Wgrad(lambda *out: grouped_matmul.wgrad(dy, x, ends, *out), dy.nbytes + x.nbytes), ()
 
 
 def _backward_fp8(
@@ -274,8 +274,8 @@ def _backward_fp8(
         x = pick(args.quantize("input", x, orientation == "rowwise", orientation == "colwise", amax), orientation)
     grad_output, alignment, backend = pick(quantized, needs["wgrad"]), args.alignment, args.backend
 
-    def wgrad(out: Tensor | None) -> Tensor:
-        return gemm.grouped_wgrad(grad_output, x, ends, out, alignment, backend)
+    def wgrad(out: Tensor | None, adds: bool) -> Tensor:
+        return gemm.grouped_wgrad(grad_output, x, ends, out, alignment, backend, adds)
 
     return dx, Wgrad(wgrad, grad_output.nbytes + x.nbytes), others
 
@@ -284,16 +284,20 @@ def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor | None, ...]:
     """Delivers the gradients of all weights, now or when the step's queue runs them."""
     params, step = args.stack.params, args.step
     if step is None or step.grads is None:
-        return tuple(dw.to(param.dtype) for dw, param in zip(wgrad.run(None), params, strict=True))
+        return tuple(dw.to(param.dtype) for dw, param in zip(wgrad.run(None, False), params, strict=True))
     grads = step.grads
 
     def run() -> None:
-        buffers = [grads.buffer(param) for param in params]
-        together = stacked(buffers)
-        product = wgrad.run(together)
+        targets = [grads.target(param) for param in params]
+        adds = any(adds for _, adds in targets)
+        for buffer, one_adds in targets if adds else ():
+            if not one_adds:
+                buffer.zero_()
+        together = stacked([buffer for buffer, _ in targets])
+        product = wgrad.run(together, adds)
         if together is None:
-            for buffer, part in zip(buffers, product, strict=True):
-                buffer.add_(part)
+            for (buffer, _), part in zip(targets, product, strict=True):
+                put(part, buffer, adds)
         for param in params:
             grads.ready(param)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megafp8.fp8.wgrad import put
+
 
 def fprop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`Y [T, N]`: `Y[t] = X[t] @ W[g].T`. x `[T, K]`, weight `[G, N, K]` of any first stride, both of one dtype."""
@@ -31,17 +33,18 @@ def dgrad(grad_output: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return dx
 
 
-def wgrad(grad_output: Tensor, x: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
-    """`dW [G, N, K]`: `dW[g] = dY[rows of g].T @ X[rows of g]` in FP32; with `out` (FP32) `out += dW`, returned.
+def wgrad(grad_output: Tensor, x: Tensor, ends: Tensor, out: Tensor | None = None, adds: bool = True) -> Tensor:
+    """`dW [G, N, K]`: `dW[g] = dY[rows of g].T @ X[rows of g]` in FP32; with `out` (FP32) it is added there, or written
+    over what is there, and `out` returned.
 
-    `torch._grouped_mm` rounds an expert's product to BF16 before it is added. An expert without tokens adds nothing.
+    `torch._grouped_mm` rounds an expert's product to BF16 before it is added. An expert without tokens has zeros.
     """
     if out is None:
-        out = torch.zeros(len(ends), grad_output.shape[1], x.shape[1], device=x.device)
+        out, adds = torch.empty(len(ends), grad_output.shape[1], x.shape[1], device=x.device), False
     if _grouped(x, out.shape[1:]):
-        return out.add_(torch._grouped_mm(grad_output.t(), x, offs=ends))
+        return put(torch._grouped_mm(grad_output.t(), x, offs=ends), out, adds)
     for index, rows in enumerate(_rows(ends)):
-        out[index].add_(grad_output[rows].t().float() @ x[rows].float())
+        put(grad_output[rows].t().float() @ x[rows].float(), out[index], adds)
     return out
 
 

@@ -153,6 +153,9 @@ class _Looking:
     def buffer(self, param: Tensor) -> Tensor:
         return self._sink.buffer(param)
 
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        return self._sink.target(param)
+
     def ready(self, param: Tensor) -> None:
         self._trace.check(spec_of(param).name, "wgrad", self._sink.buffer(param), BACKWARD)
         self._sink.ready(param)

@@ -200,8 +200,8 @@ def _backward_high_precision(
     if needs_dgrad and dx is None:
         dx = comm.dgrad(dy, lambda dy: dy @ weight)
 
-    def wgrad(out: Tensor | None) -> Tensor:
-        return multiply_wgrad(dy, arriving(), out)
+    def wgrad(out: Tensor | None, adds: bool) -> Tensor:
+        return multiply_wgrad(dy, arriving(), out, adds)
 
     return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None, ()
 
@@ -289,8 +289,8 @@ def _backward_fp8(
         return dx, None, others
     grad_output, (load, held) = pick(quantized, needs["wgrad"]), arriving
 
-    def wgrad(out: Tensor | None) -> Tensor:
-        return gemm.wgrad(grad_output, load(), out, args.backend)
+    def wgrad(out: Tensor | None, adds: bool) -> Tensor:
+        return gemm.wgrad(grad_output, load(), out, args.backend, adds)
 
     return dx, Wgrad(wgrad, grad_output.nbytes + held if args.defers else 0), others
 

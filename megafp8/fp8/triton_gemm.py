@@ -62,8 +62,10 @@ def matmul(
     out_dtype: torch.dtype,
     out: Tensor | None = None,
     fast: bool = False,
+    adds: bool = True,
 ) -> Tensor:
-    """`A [M, K] @ B [N, K].T + bias [N]`, `[M, N]` of `out_dtype`, rounded once; with `out` (FP32) `out += A @ B.T`.
+    """`A [M, K] @ B [N, K].T + bias [N]`, `[M, N]` of `out_dtype`, rounded once; with `out` (FP32) added there, or
+    written over what is there.
 
     fast: tensorwise products are added up by the tensor cores alone.
     """
@@ -75,9 +77,8 @@ def matmul(
         "mxfp8": scaled.gemm_mxfp8,
     }[kind(a, b)]
     bias = bias if bias is None else bias.contiguous()
-    return run(
-        a.data, b.data, a.scale_inv, b.scale_inv, bias=bias, out=out, out_dtype=out_dtype, accumulate=out is not None
-    )
+    adds = adds and out is not None
+    return run(a.data, b.data, a.scale_inv, b.scale_inv, bias=bias, out=out, out_dtype=out_dtype, accumulate=adds)
 
 
 def matmul_grouped(
@@ -117,8 +118,10 @@ def refuses_wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, native_mxfp8
     return refuses(a, b, torch.float32, native_mxfp8)
 
 
-def wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int) -> Tensor:
-    """`out[g] += A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`.
+def wgrad_grouped(
+    a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, alignment: int, adds: bool = True
+) -> Tensor:
+    """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`.
 
     MXFP8 is decoded as in `matmul_grouped`.
     """
@@ -129,4 +132,5 @@ def wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: T
         "mxfp8": scaled.grouped_wgrad_mxfp8,
     }[kind(a, b)]
     padding = 16 if alignment % 16 == 0 else 1  # ends at multiples of 16 are also where padded groups would begin
-    return run(a.data, b.data, a.scale_inv, b.scale_inv, ends, out=out, accumulate=out is not None, padding=padding)
+    adds = adds and out is not None
+    return run(a.data, b.data, a.scale_inv, b.scale_inv, ends, out=out, accumulate=adds, padding=padding)

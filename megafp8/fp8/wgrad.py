@@ -10,33 +10,36 @@ from torch import Tensor
 
 from megafp8.step import StepContext
 
+Run = Callable[[Tensor | None, bool], Tensor]
+
 
 @dataclass(frozen=True)
 class Wgrad:
-    """run: dW, FP32, added into the tensor that it is given (FP32), or by itself. Until then it holds operands of
-    `held_bytes`."""
+    """run: dW, FP32, by itself (None, ...), or in the FP32 tensor that it is given, added to what is there (True) or
+    written over it (False). Until then it holds operands of `held_bytes`."""
 
-    run: Callable[[Tensor | None], Tensor]
+    run: Run
     held_bytes: int
 
 
-def sum_rows(dy: Tensor) -> Callable[[Tensor | None], Tensor]:
-    """The gradient of a bias."""
-
-    def run(out: Tensor | None) -> Tensor:
-        total = dy.sum(0, dtype=torch.float32)
-        return total if out is None else out.add_(total)
-
-    return run
-
-
-def multiply_wgrad(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
-    """`dY.T @ X` of high-precision dY [M, N] and X [M, K]: FP32 [N, K], added into `out` where one is given."""
-    if not x.is_cuda or x.dtype == torch.float32:
-        product = dy.t().float() @ x.float()
-        return product if out is None else out.add_(product)
+def put(value: Tensor, out: Tensor | None, adds: bool) -> Tensor:
+    """`value` by itself, added into `out`, or written over it."""
     if out is None:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+        return value
+    return out.add_(value) if adds else out.copy_(value)
+
+
+def sum_rows(dy: Tensor) -> Run:
+    """The gradient of a bias."""
+    return lambda out, adds: put(dy.sum(0, dtype=torch.float32), out, adds)
+
+
+def multiply_wgrad(dy: Tensor, x: Tensor, out: Tensor | None, adds: bool = True) -> Tensor:
+    """`dY.T @ X` of high-precision dY [M, N] and X [M, K]: FP32 [N, K], by itself or in `out`, as `put` does."""
+    if not x.is_cuda or x.dtype == torch.float32:
+        return put(dy.t().float() @ x.float(), out, adds)
+    if out is None or not adds:
+        return torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
     return torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
 
 
@@ -47,17 +50,17 @@ def deliver_wgrad(param: Tensor, wgrad: Wgrad, step: StepContext | None) -> Tens
     grads = step.grads
 
     def run() -> None:
-        wgrad.run(grads.buffer(param))
+        wgrad.run(*grads.target(param))
         grads.ready(param)
 
     step.wgrads.submit(run, wgrad.held_bytes)
     return None
 
 
-def deliver(param: Tensor, run: Callable[[Tensor | None], Tensor], step: StepContext | None) -> Tensor | None:
-    """Adds an FP32 gradient into the sink's buffer, or returns it for `.grad` in the parameter's dtype."""
+def deliver(param: Tensor, run: Run, step: StepContext | None) -> Tensor | None:
+    """Leaves an FP32 gradient in the sink's buffer, or returns it for `.grad` in the parameter's dtype."""
     if step is None or step.grads is None:
-        return run(None).to(param.dtype)
-    run(step.grads.buffer(param))
+        return run(None, False).to(param.dtype)
+    run(*step.grads.target(param))
     step.grads.ready(param)
     return None

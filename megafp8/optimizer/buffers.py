@@ -1,8 +1,10 @@
 """Flat FP32 gradient buffers: where every weight gradient is accumulated, and how buckets of them are reduced.
 
-`GradBuffers` is the `GradSink` that the code below the optimizer sees. A bucket is reduced when backward is over, or,
-overlapped, as soon as all its gradients of the step's last microbatch are there. Buckets leave in one order, the same
-on all ranks, whatever the order in which gradients get ready on each.
+`GradBuffers` is the `GradSink` that the code below the optimizer sees. A step's first gradient of a parameter is
+written over what the step before left, so nobody zeroes buffers to add to them; where none came, zeros are filled in at
+last. A bucket is reduced when backward is over, or, overlapped, as soon as all its gradients of the step's last
+microbatch are there. Buckets leave in one order, the same on all ranks, whatever the order in which gradients get ready
+on each.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ class Reduction:
 class GradBuffers:
     """The optimizer's `GradSink`: FP32 views that wgrads are added into, and the count of gradients that arrived.
 
-    A linear adds its weight gradient into `buffer(param)` itself and says `ready(param)`. Every other gradient comes
-    from autograd: a hook adds `.grad` in FP32, drops it, and says `ready`.
+    A linear writes its weight gradient into `target(param)`, or adds it, itself and says `ready(param)`. Every other
+    gradient comes from autograd: a hook does so with `.grad`, drops it, and says `ready`.
 
     After `finish()` each rank's shards hold the sums, and `state.views` does where buffers are not sharded.
     """
@@ -78,6 +80,7 @@ class GradBuffers:
         self.state = FlatState(self.layouts, {name: tuple(p.shape) for name, p in params.items()}, device)
         self._params = dict(params)
         self._ready: Counter[str] = Counter()
+        self._stale: dict[str, Tensor] = {}  # views in which nothing of this step is yet: what they hold is over
         self._expected: int | None = None
         self._queue = launch_order(self.layouts)
         self._bucket_of = {
@@ -93,8 +96,14 @@ class GradBuffers:
             param.register_post_accumulate_grad_hook(self._take_autograd_grad)
 
     def buffer(self, param: Tensor) -> Tensor:
-        """FP32 view of the local shape; KeyError for a parameter that is not trained."""
-        return self.state.views[spec_of(param).name]
+        """FP32 view of the local shape, to be added to; KeyError for a parameter that is not trained."""
+        view, adds = self.target(param)
+        return view if adds else view.zero_()
+
+    def target(self, param: Tensor) -> tuple[Tensor, bool]:
+        """The same view, and whether to add; if not, the caller writes all of it. So it is the first time in a step."""
+        name = spec_of(param).name
+        return self.state.views[name], self._stale.pop(name, None) is None
 
     def ready(self, param: Tensor) -> None:
         """Counts one microbatch's gradient of `param`; the last one of a bucket may send it off."""
@@ -106,11 +115,14 @@ class GradBuffers:
             self._launch_complete()
 
     def zero(self, microbatches: int | None = None) -> None:
-        """Zeroes all gradients and counts, before the first microbatch of a step.
+        """Drops all gradients and counts, before the first microbatch of a step.
 
-        microbatches: how many gradients of each parameter will come; None: unknown, buckets wait for `finish()`.
+        microbatches: how many gradients of each parameter will come; None: unknown, buckets wait for `finish()`, and
+        are zeroed at once, for whoever writes to `state`.
         """
-        self.state.zero()
+        self._stale = dict(self.state.views)
+        if microbatches is None:
+            self.settle()
         self._ready.clear()
         self._launched = 0
         self._expected = microbatches if self.reduction.overlap else None
@@ -119,7 +131,8 @@ class GradBuffers:
     def sum_partial(self, specs: Mapping[str, ParamSpec], axis_name: str, axis: Axis) -> None:
         """Sums, over one axis and in one message, the gradients of which each of its ranks has only a part.
 
-        specs: of all parameters by name; `grad_sum_over` says which gradients those are. Before `finish()`.
+        specs: of all parameters by name; `grad_sum_over` says which gradients those are. Before `finish()`,
+        after `settle()`.
         """
         partial = [self.state.views[name] for name in sorted(specs) if axis_name in specs[name].grad_sum_over]
         if axis.size == 1 or not partial:
@@ -133,6 +146,7 @@ class GradBuffers:
 
         A parameter without a gradient takes part with zeros, so no rank waits for another.
         """
+        self.settle()
         for number, bucket in self._queue[self._launched :]:
             self._launch(number, bucket)
         self._launched = len(self._queue)
@@ -145,6 +159,7 @@ class GradBuffers:
 
     def parts(self) -> list[list[Tensor]]:
         """For each buffer the views that hold this rank's shards of the sums, in the order of its state."""
+        self.settle()
         return [shard.parts(flat) for shard, flat in zip(self.shards, self.state.flats, strict=True)]
 
     def ready_count(self, name: str) -> int:
@@ -164,7 +179,18 @@ class GradBuffers:
             self._launched += 1
 
     @torch.no_grad()
+    def settle(self, names: Iterable[str] | None = None) -> None:
+        """Zeroes what no gradient of this step has come to, of some parameters or all: before they are read."""
+        if names is None and len(self._stale) == len(self.state.views):
+            self.state.zero()
+            self._stale.clear()
+        views = [self._stale.pop(name) for name in (list(self._stale) if names is None else names)]
+        if views:
+            torch._foreach_zero_(views)
+
+    @torch.no_grad()
     def _launch(self, number: int, bucket: Bucket) -> None:
+        self.settle([name for name in self._stale if self._bucket_of[name] == (number, bucket)])
         layout, axis = self.layouts[number], self.reduction.axis(self.layouts[number])
         if axis.size == 1 or bucket.start == bucket.stop:
             return
@@ -181,7 +207,8 @@ class GradBuffers:
     def _take_autograd_grad(self, param: Tensor) -> None:
         if param.grad is None:  # autograd also calls the hook when a function has kept the gradient to itself
             return
-        self.buffer(param).add_(param.grad)
+        view, adds = self.target(param)
+        view.add_(param.grad) if adds else view.copy_(param.grad)
         param.grad = None
         self.ready(param)
 

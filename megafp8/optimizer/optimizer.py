@@ -184,6 +184,7 @@ class Optimizer:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sums the gradients over the ranks that each have a part; call once, after the last microbatch of a step."""
+        self.grads.settle()
         self._stages.sum_shared(self.grads.state.views)
         self.grads.sum_partial(self._specs, "tp", self.parallel.tp)
         self.grads.finish()

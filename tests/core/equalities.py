@@ -103,8 +103,8 @@ def trace(
             loss = model(tokens, step=step, labels=labels)
             loss.backward()
             kept.append(loss.detach())
-        kept += [flat.clone() for flat in optimizer.grads.state.flats]
         optimizer.reduce_gradients()
+        kept += [flat.clone() for flat in optimizer.grads.state.flats]
         optimizer.step(lr=1e-2, weight_decay=0.1, valid_tokens=4 * config.data.seq_length)
         if scaling is not None:
             scaling.advance()

@@ -8,7 +8,7 @@ from torch import Tensor
 from megafp8.config.model import ModelConfig
 from megafp8.core.build import BuildContext
 from megafp8.core.gpt import GPTModel, initialize
-from megafp8.params import named_specs, unpadded
+from megafp8.params import GradSink, named_specs, unpadded
 
 VOCAB = 101
 
@@ -94,7 +94,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-class Sink:
+class Sink(GradSink):
     """FP32 gradient buffers by parameter, poisoned with a known offset, and the order of `ready` calls."""
 
     OFFSET = 0.25

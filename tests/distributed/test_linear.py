@@ -15,7 +15,7 @@ from megafp8.fp8 import CommPlan, Linear, gemm, get_recipe
 from megafp8.fp8.comm import ALONE
 from megafp8.fp8.feature_grid import FeatureGrid
 from megafp8.parallel import Axis, build_parallel
-from megafp8.params import Init, ParamSpec
+from megafp8.params import GradSink, Init, ParamSpec
 from megafp8.step import StepContext
 from tests.cases import quick
 from tests.distributed.layouts import distance
@@ -31,7 +31,7 @@ RECIPES = {
 K, N = 512, 512
 
 
-class Sink:
+class Sink(GradSink):
     """One FP32 buffer a parameter."""
 
     def __init__(self):

@@ -148,12 +148,14 @@ def test_buckets_leave_during_the_last_backward_and_arrive_during_forward(pool):
         assert not any(e.startswith("wait gather") for e in events[posts[0] :])  # left for the next forward
 
 
-def unequal() -> list[float]:
-    """One rank doesn't use `c`: what it has sent must still meet what the other sends."""
+def unequal(overlap: bool = True) -> list[float]:
+    """One rank doesn't use `c`: what it has sent must still meet what the other sends. Buffers hold an old step."""
     parallel = context(2)
     model = OutOfOrder(None)
-    sharding = Sharding(distributed=True, overlap_reduce=True, bucket_elements=64)
+    sharding = Sharding(distributed=True, overlap_reduce=overlap, bucket_elements=64)
     optimizer = Optimizer(specs_in_order(model), AdamWOptions(), seed=1, parallel=parallel, sharding=sharding)
+    for view in optimizer.grads.state.views.values():
+        view.fill_(torch.nan)
     optimizer.zero_grad(1)
     x = torch.ones(4, 64, dtype=torch.bfloat16)
     step = StepContext(grads=optimizer.grads)
@@ -168,3 +170,4 @@ def test_buckets_leave_in_one_order_whatever_gets_ready_first(pool):
     first, second = pool.run_on(2, unequal)
     assert first == second
     assert all(value == value for value in first)
+    assert pool.run_on(2, unequal, False) == [first, first]

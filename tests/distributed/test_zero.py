@@ -52,10 +52,10 @@ def fill(optimizer: Optimizer, iteration: int, microbatches: int = 1) -> None:
     for number, (name, view) in enumerate(sorted(optimizer.grads.state.views.items())):
         generator = torch.Generator().manual_seed(1000 * iteration + number)
         shares = torch.randint(-100, 100, (12, *view.shape), generator=generator, dtype=torch.int8)
-        mine = shares[rank::size].float().sum(0)
+        mine, param = shares[rank::size].float().sum(0), optimizer.weights.params[name]
         for micro in range(microbatches):
-            view.add_(mine if micro == 0 else 0)
-            optimizer.grads.ready(optimizer.weights.params[name])
+            optimizer.grads.buffer(param).add_(mine if micro == 0 else 0)
+            optimizer.grads.ready(param)
 
 
 def step(optimizer: Optimizer, iteration: int) -> tuple[float, int, float]:

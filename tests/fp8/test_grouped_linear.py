@@ -12,7 +12,7 @@ from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import stacked
 from megafp8.parallel import Axis
-from megafp8.params import Init, ParamSpec
+from megafp8.params import GradSink, Init, ParamSpec
 from megafp8.step import StepContext
 
 COUNTS, IN, OUT = [1, 0, 37, 130], 96, 160
@@ -56,7 +56,7 @@ def rows(recipe, seed: int, width: int) -> torch.Tensor:
     return x
 
 
-class Sink:
+class Sink(GradSink):
     """Gradient buffers, adjacent or apart."""
 
     def __init__(self, made, adjacent: bool) -> None:

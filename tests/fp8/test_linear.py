@@ -8,14 +8,14 @@ import torch
 
 from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, gemm, get_recipe
 from megafp8.fp8.quantizer import Quantizer
-from megafp8.params import Init, ParamSpec
+from megafp8.params import GradSink, Init, ParamSpec
 from megafp8.step import Phase, StepContext
 
 NAMES = ["tensorwise", "blockwise", "mxfp8", "delayed"]
 ALL_NAMES = pytest.mark.parametrize("name", NAMES)
 
 
-class Sink:
+class Sink(GradSink):
     """A gradient sink whose buffers start at `fill`."""
 
     def __init__(self, fill=0.0):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, convert, gemm, get_recipe
+from megafp8.params import GradSink
 from megafp8.step import StepContext
 
 pytestmark = [
@@ -22,7 +23,7 @@ ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 SHAPES = [(256, 384, 512), (1, 7, 33), (7, 712, 896), (4092, 896, 712), (37, 70, 200)]
 
 
-class Sink:
+class Sink(GradSink):
     def __init__(self):
         self.buffers = {}
 

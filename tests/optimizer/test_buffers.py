@@ -41,6 +41,24 @@ def test_a_filled_buffer_is_added_to_and_zero_clears_it():
     assert optimizer.grads.ready_count("w") == 0
 
 
+def test_the_first_gradient_is_written_and_the_next_one_added():
+    a, b, c = (make_param(name, (4,), dtype=torch.float32) for name in "abc")
+    optimizer = make_optimizer([a, b, c])
+    for flat in optimizer.grads.state.flats:
+        flat.fill_(torch.nan)
+    optimizer.zero_grad(2)
+    for _ in range(2):
+        (a[1] * -0.0).sum().backward()
+        view, adds = optimizer.grads.target(b[1])
+        view.copy_(view + 2 if adds else torch.full((4,), 2.0))
+    optimizer.reduce_gradients()
+    views = optimizer.grads.state.views
+    assert torch.equal(views["a"], torch.zeros(4))
+    assert views["a"].signbit().all()  # added to zeros it would be +0: nothing after it tells the two apart
+    assert torch.equal(views["b"], torch.full((4,), 4.0))
+    assert torch.equal(views["c"], torch.zeros(4))  # none came
+
+
 class _Matmul(torch.autograd.Function):
     """A linear that adds its own weight gradient into the sink, as fp8's does."""
 

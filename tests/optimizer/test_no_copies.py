@@ -34,7 +34,8 @@ def watched_step(optimizer, param):
     optimizer.zero_grad(2)
     with Watch(optimizer.grads.state.flats) as watch:
         for _ in range(2):
-            optimizer.grads.buffer(param).addmm_(torch.ones(48, 8), torch.ones(8, 16))  # a weight gradient
+            out, adds = optimizer.grads.target(param)
+            out.addmm_(torch.ones(48, 8), torch.ones(8, 16), beta=int(adds))  # a weight gradient
             optimizer.grads.ready(param)
         optimizer.reduce_gradients()
         optimizer.step(lr=1e-3, weight_decay=0.1, valid_tokens=4)

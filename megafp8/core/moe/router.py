@@ -20,6 +20,7 @@ from megafp8.core.moe.routing import RoutingRule, choose, choose_sinkhorn, count
 from megafp8.core.tensor_parallel.mappings import gather_tokens
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import Sequences
+from megafp8.fp8.wgrad import put
 from megafp8.parallel import Axis
 from megafp8.params import Init, attach_spec
 from megafp8.step import Statistics, StepContext
@@ -191,6 +192,6 @@ class _Logits(torch.autograd.Function):
         dw = grad_output.t() @ x.to(ctx.dtype)
         if sink is None:
             return dx, dw.to(weight.dtype), None, None
-        sink.buffer(weight).add_(dw)
+        put(dw, *sink.target(weight))
         sink.ready(weight)
         return dx, None, None, None

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.fp8 import DelayedScaling, Linear, get_recipe
-from megafp8.params import Init, ParamSpec
+from megafp8.params import GradSink, Init, ParamSpec
 from megafp8.step import StepContext
 
 
@@ -49,7 +49,7 @@ def test_limit_runs_the_oldest_early(limit):
     assert ran == [(c, m) for c, m, _ in tasks]
 
 
-class Sink:
+class Sink(GradSink):
     def __init__(self, param):
         self.total, self.count = torch.zeros_like(param, dtype=torch.float32), 0
 

@@ -8,13 +8,14 @@ from megafp8.core.transformer.norm import Norm
 from megafp8.core.transformer.produce import branch_after, linear_after, normalized_for
 from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, get_recipe
 from megafp8.fp8.producer import Want
+from megafp8.params import GradSink
 from megafp8.step import StepContext
 
 RECIPES = ["blockwise", "tensorwise", "mxfp8", "delayed"]
 CPU = torch.device("cpu")
 
 
-class Sink:
+class Sink(GradSink):
     def __init__(self):
         self.buffers, self.calls = {}, 0
 
