@@ -98,7 +98,8 @@ def _largest(sizes: dict[str, int]) -> Iterator[str]:
     for name, size in ordered[:ROWS]:
         yield f"  {name:<58}{_size(size)}"
     if rest := ordered[ROWS:]:
-        yield f"  {f'{len(rest)} others':<58}{_size(sum(size for _, size in rest))}"
+        name = f"{len(rest)} other{'s' if len(rest) > 1 else ''}"
+        yield f"  {name:<58}{_size(sum(size for _, size in rest))}"
 
 
 def _saving_lines(parts: Parts, stage: int) -> Iterator[str]:
@@ -113,5 +114,7 @@ def _saving_lines(parts: Parts, stage: int) -> Iterator[str]:
 
 
 def _size(size: int) -> str:
+    if size < 1 << 10:
+        return f"{f'{size} B' if size else '-':>16}"
     unit = "KiB" if size < 1 << 20 else "MiB" if size < 10 << 30 else "GiB"
     return f"{size / {'KiB': 1 << 10, 'MiB': 1 << 20, 'GiB': 1 << 30}[unit]:>12,.1f} {unit}"

@@ -119,11 +119,11 @@ def test_spans_of_backward_begin_and_end_on_autograds_thread(monkeypatch):
     here = get_ident()
     per_step = [(here, "0"), (here, "1"), (None, "backward 1"), (None, "backward 0"), (here, "backward-compute")]
     assert ends == [(thread or number, name) for number in own for thread, name in per_step]
+    x = torch.ones(2, requires_grad=True)
+    y = module[0](x)
+    y.register_hook(lambda grad: marks.begin_backward("0"))
+    x.register_hook(_breaks)
     with pytest.raises(RuntimeError, match="planted"), marks("backward-compute"):
-        x = torch.ones(2, requires_grad=True)
-        y = module[0](x)
-        y.register_hook(lambda grad: marks.begin_backward("0"))
-        x.register_hook(_breaks)
         y.sum().backward()
     assert ends[-2:] == [(here, "backward 0"), (here, "backward-compute")]
 
