@@ -10,51 +10,37 @@ Conversions of formats are checked against the ledger (docs/conversions.md).
     python tools/bench_step.py --preset tiny --device cpu --no-compile --rounds 2
     python tools/bench_step.py --preset llama3-8b --ledger blockwise    # the ledger alone
     python tools/bench_step.py --crossover crossover.json               # from which sizes on FP8 pays
-    bash tools/bench_step_all.sh OUT                                     # all of it, in eight minutes
+    python tools/bench_step_all.py OUT                                  # all of it, in some minutes
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import io
 import json
 import shlex
 import statistics
 import sys
 import time
+import traceback
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import bench_crossover
 import bench_timing
 import torch
-from bench_layer_memory import Gradients, PlainLayer, lay_side_by_side
-from step_report import breakdown, draw, slowest, table
-from torch import Tensor, nn
+from bench_clocks import Clocks
+from kernel_names import unlisted
+from step_report import draw, table, where_time_goes
+from step_work import Layers, Plain, Steps
 
 from megafp8.config import Config, parse_args, with_vocab_size
-from megafp8.core.build import BuildContext
-from megafp8.core.gpt import initialize
-from megafp8.core.transformer.block import TransformerBlock
-from megafp8.core.transformer.core_attention import Sequences
-from megafp8.core.transformer.rope import inverse_frequencies, rotation
-from megafp8.fp8 import DelayedScaling, policy
-from megafp8.parallel import ParallelContext
-from megafp8.params import InitialValues, ParamSpec, unpadded
-from megafp8.plan.conversions import conversions, markdown, unknown
+from megafp8.plan.conversions import conversions, markdown
 from megafp8.plan.flops import training_flops_per_token
-from megafp8.step import StepContext
-from megafp8.training import build as job
-from megafp8.training.progress import read_records
 from megafp8.training.throughput import GIB
-from megafp8.training.trainer import Trainer
 
 LLAMA = "--group-query-attention --num-query-groups 8 --rotary-base 500000 --vocab-size 128255"
 PRESETS = {
@@ -95,108 +81,35 @@ RECIPES = {
 BASE, PLAIN = "bf16", "plain nn.Module, compiled"
 
 
-def config_of(args: argparse.Namespace, recipe: str) -> Config:
+@dataclass(frozen=True)
+class Size:
+    """microbatches: of a step. seq_length: None for the preset's; as many sequences as make up the preset's tokens."""
+
+    microbatches: int = 1
+    seq_length: int | None = None
+
+    @property
+    def label(self) -> str:
+        length = "" if self.seq_length is None else f", sequences of {self.seq_length}"
+        return length + ("" if self.microbatches == 1 else f", {self.microbatches} microbatches")
+
+
+def config_of(args: argparse.Namespace, recipe: str, size: Size = Size()) -> Config:
     """The configuration of a recipe; raises ValueError for flags that don't go together."""
-    batch = f"--device {args.device}"
-    if args.microbatches > 1:
-        one = config_of(argparse.Namespace(**{**vars(args), "microbatches": 1}), recipe)
-        batch += f" --global-batch-size {args.microbatches * one.train.micro_batch_size}"
-    config = parse_args(
-        shlex.split(" ".join((PRESETS[args.preset], COMMON, batch, RECIPES[recipe], args.flags))), env={}
-    )
+    config = _config(args, recipe, "")
+    if size == Size():
+        return config
+    samples, length = config.train.micro_batch_size, size.seq_length or config.data.seq_length
+    if size.seq_length is not None:
+        samples = max(1, samples * config.data.seq_length // length)
+    shape = f"--seq-length {length} --micro-batch-size {samples} --global-batch-size {size.microbatches * samples}"
+    return _config(args, recipe, shape)
+
+
+def _config(args: argparse.Namespace, recipe: str, shape: str) -> Config:
+    flags = (PRESETS[args.preset], COMMON, f"--device {args.device}", RECIPES[recipe], args.flags, shape)
+    config = parse_args(shlex.split(" ".join(flags)), env={})
     return with_vocab_size(config, config.data.vocab_size + 1)
-
-
-def quick_values(device: torch.device) -> InitialValues:
-    """Random initial values made on the device, the same for each recipe; the CPU's take minutes at these sizes."""
-
-    def initial(spec: ParamSpec, seed: int) -> Tensor:
-        value = torch.zeros(spec.local_shape, device=device)
-        own, generator = unpadded(value, spec), torch.Generator(device).manual_seed(zlib.crc32(spec.name.encode()))
-        own.fill_(1.0) if spec.init.kind == "ones" else own.normal_(std=0.02, generator=generator)
-        return value
-
-    return initial
-
-
-class Layers:
-    """Forward and backward of a configuration's layers; weight gradients in FP32 buffers, or BF16 in `.grad`."""
-
-    def __init__(self, config: Config, device: torch.device, gradients: str) -> None:
-        build = BuildContext.of(config, ParallelContext(), device, policy.from_config(config))
-        self.config, batch, length = config, config.train.micro_batch_size, config.data.seq_length
-        self.block = TransformerBlock(range(config.model.num_layers), build)
-        initialize(self.block, 0, quick_values(device))
-        self.x = torch.randn(batch * length, config.model.hidden_size, device=device).bfloat16().requires_grad_()
-        self.dy = torch.randn_like(self.x)
-        positions = torch.arange(length, device=device).repeat(batch)
-        turn = rotation(positions, inverse_frequencies(config.model, device))
-        self.scaling = DelayedScaling.of(self.block)
-        sink = Gradients(self.block) if gradients == "fp32" else None
-        lay_side_by_side(self.block, sink.buffers if sink is not None else {})
-        self.arguments = Sequences(batch, length, turn), StepContext(grads=sink, scaling=self.scaling)
-        self.leaves, self.forward = (self.x, *self.block.parameters()), self.block.__call__
-
-    def compile(self) -> None:
-        self.forward = torch.compile(self.block)
-
-    def __call__(self) -> None:
-        for leaf in self.leaves:
-            leaf.grad = None
-        self.forward(self.x, *self.arguments).backward(self.dy)
-        if self.scaling is not None:
-            self.scaling.advance()
-
-
-class Plain:
-    """The same layers in plain PyTorch under torch.compile, BF16 gradients."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        count, batch, length = config.model.num_layers, config.train.micro_batch_size, config.data.seq_length
-        self.layers = nn.ModuleList(torch.compile(PlainLayer(config, device)) for _ in range(count))
-        self.x = torch.randn(batch, length, config.model.hidden_size, device=device).bfloat16().requires_grad_()
-        self.dy = torch.randn_like(self.x)
-        self.turn = rotation(torch.arange(length, device=device), inverse_frequencies(config.model, device))
-
-    def __call__(self) -> None:
-        for leaf in (self.x, *self.layers.parameters()):
-            leaf.grad = None
-        y = self.x
-        for layer in self.layers:
-            y = layer(y, self.turn)
-        y.backward(self.dy)
-
-
-class Steps:
-    """Whole steps of the training loop on mock data. losses: of all steps so far."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        with quickly_initialized(device), redirect_stdout(io.StringIO()):
-            self.trainer = Trainer(job.build_parts(config, ParallelContext(), device))
-        self.batches, self.records = self.trainer._training_batches(), []
-
-    def __call__(self) -> None:
-        self.records += self.trainer._iteration(self.batches)
-
-    @property
-    def data_wait_ms(self) -> float:
-        """Mean time of a step so far in which the loop waited for data."""
-        return 1e3 * self.trainer._runner.times.waited / len(self.records)
-
-    @property
-    def losses(self) -> list[float]:
-        return [line["lm_loss"] for line in read_records(self.records)]
-
-
-@contextmanager
-def quickly_initialized(device: torch.device) -> Iterator[None]:
-    """Inside, weights and masters that are built start from `quick_values`."""
-    originals, initial = (job.build_model, job.build_optimizer), quick_values(device)
-    job.build_model, job.build_optimizer = (partial(original, initial=initial) for original in originals)
-    try:
-        yield
-    finally:
-        job.build_model, job.build_optimizer = originals
 
 
 @dataclass
@@ -237,8 +150,8 @@ class Candidate:
         self.run()
         return 1e3 * (time.perf_counter() - start)
 
-    def syncs(self) -> int | None:
-        """How often a call waits for the device."""
+    def syncs(self) -> list[str] | None:
+        """Where a call waits for the device, "file:line" each time."""
         if self.device.type != "cuda":
             return None
         with warnings.catch_warnings(record=True) as caught:
@@ -248,25 +161,48 @@ class Candidate:
                 self.run()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(warning.message) for warning in caught)
+        # PyTorch's note that the mode is a prototype is no wait.
+        waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+        return [f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits]
 
-    def record(self, ms: float, base_ms: float | None, tokens: int, flops: float) -> dict[str, Any]:
+    def record(self, ms: float, base_ms: float, tokens: int, flops: float) -> dict[str, Any]:
         return {
-            "ms": ms, "tokens_per_second": 1e3 * tokens / ms, "tflops": tokens * flops / ms / 1e9,
-            "peak_gib": self.peak_gib, "ratio": None if base_ms is None else base_ms / ms, "host_ms": self.host_ms(),
-            "syncs": self.syncs(), "build_s": self.build_s, "first_step_s": self.first_s,
+            "ms": ms, "tokens": tokens, "tokens_per_second": 1e3 * tokens / ms, "tflops": tokens * flops / ms / 1e9,
+            "peak_gib": self.peak_gib, "ratio": base_ms / ms, "host_ms": self.host_ms(), "syncs": self.syncs(),
+            "build_s": self.build_s, "first_step_s": self.first_s,
         }  # fmt: skip
 
+    def looked_into(self, calls: list[bench_timing.Call], microbatches: int = 1) -> dict[str, Any]:
+        """Where the time of its calls goes, and what the ledger lacks of the last one."""
+        if not calls:
+            return {}
+        more = where_time_goes(calls)
+        if self.device.type == "cuda":
+            launches = ((kernel.name, kernel.ms) for kernel in calls[-1].kernels)
+            more["unlisted"] = asdict(unlisted(launches, conversions(self.config), microbatches))
+        return more
 
-def looked_into(one: Candidate, record: dict[str, Any], microbatches: int) -> dict[str, Any]:
-    """The record with where its time goes, its slowest kernels, and conversions that the ledger lacks."""
-    cuda = one.device.type == "cuda"
-    steps = 2 if cuda else 1
-    found = bench_timing.kernels(lambda: [one.run() for _ in range(steps)], one.device)
-    more = {"breakdown": breakdown(found, steps, record["ms"]), "slowest": slowest(found, steps, 25)}
-    if cuda:
-        more["unknown"] = unknown((k.name for k in found), conversions(one.config), steps * microbatches)
-    return record | more
+
+@dataclass
+class Measured:
+    """Of candidates that took turns: median milliseconds, kernels of some rounds, and the clocks meanwhile."""
+
+    ms: dict[str, float]
+    calls: dict[str, list[bench_timing.Call]]
+    clocks: dict[str, Any] | None
+
+    @staticmethod
+    def of(candidates: dict[str, Candidate], args: argparse.Namespace, device: torch.device) -> Measured:
+        runs = {name: one.run for name, one in candidates.items()}
+        with Clocks(device) as clocks:
+            times = bench_timing.in_turn(runs, device, args.rounds)
+        calls = bench_timing.calls_in_turn(runs, device, args.profiled) if args.profiled else {}
+        return Measured({name: statistics.median(ms) for name, ms in times.items()}, calls, clocks.found)
+
+    def record(self, name: str, one: Candidate, base_ms: float, size: Size, flops: float) -> dict[str, Any]:
+        tokens = size.microbatches * one.config.train.micro_batch_size * one.config.data.seq_length
+        record = one.record(self.ms[name], base_ms, tokens, flops)
+        return record | one.looked_into(self.calls.get(name, []), size.microbatches) | {"clocks": self.clocks}
 
 
 def layer_flops(config: Config) -> float:
@@ -275,9 +211,9 @@ def layer_flops(config: Config) -> float:
     return training_flops_per_token(config) - 6 * m.hidden_size * m.padded_vocab_size
 
 
-def measure_layers(args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+def measure_layers(args: argparse.Namespace, size: Size, device: torch.device) -> dict[str, dict[str, Any]]:
     """All recipes at once, in turn."""
-    configs = {recipe: config_of(args, recipe) for recipe in args.recipes if "FP8 weights" not in recipe}
+    configs = {recipe: config_of(args, recipe, size) for recipe in args.recipes if "FP8 weights" not in recipe}
     candidates = {}
     for recipe, config in configs.items():
         make = lambda config=config: Layers(config, device, args.gradients)  # noqa: E731
@@ -288,13 +224,11 @@ def measure_layers(args: argparse.Namespace, device: torch.device) -> dict[str, 
             try:
                 candidates[name] = Candidate.of(make, base, device, args.warmup)
             except Exception as error:  # a benchmark goes on without a rival that can't be compiled
-                print(f"bench_step: {name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
-    times = bench_timing.in_turn({name: c.run for name, c in candidates.items()}, device, args.rounds)
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    base_ms = min(ms for name, ms in medians.items() if name.startswith(BASE))
-    tokens, flops = base.train.micro_batch_size * base.data.seq_length, layer_flops(base)
-    records = {name: c.record(medians[name], base_ms, tokens, flops) for name, c in candidates.items()}
-    return {name: looked_into(c, records[name], 1) for name, c in candidates.items()}
+                traceback.print_exc()
+                print(f"bench_step: goes on without {name}: {type(error).__name__}", file=sys.stderr)
+    found = Measured.of(candidates, args, device)
+    base_ms, flops = min(ms for name, ms in found.ms.items() if name.startswith(BASE)), layer_flops(base)
+    return {name: found.record(name, one, base_ms, size, flops) for name, one in candidates.items()}
 
 
 def compiled_layers(config: Config, device: torch.device, args: argparse.Namespace) -> Callable[[], Layers]:
@@ -315,26 +249,23 @@ def plain(config: Config, device: torch.device) -> Callable[[], Plain]:
     return make
 
 
-def measure_steps(args: argparse.Namespace, device: torch.device) -> dict[str, dict[str, Any]]:
+def measure_steps(args: argparse.Namespace, size: Size, device: torch.device) -> dict[str, dict[str, Any]]:
     """BF16 stays, recipes come one after the other and take turns with it: two models and optimizers at a time."""
-    configs = {recipe: config_of(args, recipe) for recipe in args.recipes}
-    found: dict[str, dict[str, Any]] = {}
+    configs = {recipe: config_of(args, recipe, size) for recipe in args.recipes}
+    records: dict[str, dict[str, Any]] = {}
 
     def candidate(recipe: str) -> Candidate:
         return Candidate.of(lambda: Steps(configs[recipe], device), configs[recipe], device, args.warmup)
 
     base = candidate(BASE)
-    tokens = args.microbatches * base.config.train.micro_batch_size * base.config.data.seq_length
     flops = training_flops_per_token(base.config)
     for recipe in args.recipes:
         one = base if recipe == BASE else candidate(recipe)
-        times = bench_timing.in_turn({BASE: base.run, recipe: one.run}, device, args.rounds)
-        medians = {name: statistics.median(ms) for name, ms in times.items()}
-        record = one.record(medians[recipe], medians[BASE], tokens, flops)
-        more = {"data_wait_ms": one.run.data_wait_ms, "losses": one.run.losses}
-        found[recipe] = looked_into(one, record, args.microbatches) | more
-        del one
-    return found
+        found = Measured.of({BASE: base, recipe: one}, args, device)
+        records[recipe] = found.record(recipe, one, found.ms[BASE], size, flops)
+        records[recipe] |= {"data_wait_ms": one.run.data_wait_ms, "losses": one.run.losses}
+        del one, found
+    return records
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -346,8 +277,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32", help="of weights, in the scope "
                         "layers: added to FP32 buffers, or left in BF16 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--flags", default="", help="training flags for all recipes, in one string")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1], help="of a step: one scope for each "
+                        "number (default: 1)")  # fmt: skip
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[None], metavar="LENGTH", help="a scope for "
+                        "each, in place of the preset's length, with as many tokens as the preset")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each recipe (default: %(default)s)")
+    parser.add_argument("--profiled", type=int, default=3, help="rounds after those in which kernels are listed, 0 for "
+                        "none (default: %(default)s)")  # fmt: skip
     parser.add_argument("--warmup", type=int, default=3, help="calls before (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out what is compiled")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -363,24 +299,29 @@ def main(argv: list[str] | None = None) -> int:
     args.recipes = [BASE, *(recipe for recipe in args.recipes if recipe != BASE)]
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     args.device = device.type
+    sizes = {
+        "layers": [Size(1, length) for length in args.seq_lengths],
+        "step": [Size(count, length) for count in args.microbatches for length in args.seq_lengths],
+    }
     try:
         if args.ledger:
             print("\n".join(markdown(conversions(config_of(args, args.ledger)))))
             return 0
         if args.crossover:
             return bench_crossover.run(args, device)
-        base = config_of(args, BASE)
-        results = {
-            "preset": args.preset, "gradients": args.gradients, "microbatches": args.microbatches, "flags": args.flags,
-            "tokens": base.train.micro_batch_size * base.data.seq_length, "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "scopes": {},
-        }  # fmt: skip
-        for scope, measure in (("layers", measure_layers), ("step", measure_steps)):
-            if scope in args.scopes:
-                results["scopes"][scope] = measure(args, device)
+        for recipe in args.recipes:
+            for size in {size for scope in args.scopes for size in sizes[scope]}:
+                config_of(args, recipe, size)
     except ValueError as error:
         print(f"bench_step: {error}", file=sys.stderr)
         return 2
+    results = {
+        "preset": args.preset, "gradients": args.gradients, "flags": args.flags, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "scopes": {},
+    }  # fmt: skip
+    for scope, measure in (("layers", measure_layers), ("step", measure_steps)):
+        for size in sizes[scope] if scope in args.scopes else ():
+            results["scopes"][scope + size.label] = measure(args, size, device)
     print("\n".join(table(results)))
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity
 Run = Callable[[], object]
 Mark = torch.cuda.Event | float
 AHEAD_CYCLES = 2_000_000  # about a millisecond in which the host queues what is timed
+MARKER = "spin_kernel"  # what `torch.cuda._sleep` runs, and nobody else while kernels are listed
 
 
 def mark(device: torch.device) -> Mark:
@@ -99,6 +101,45 @@ class Kernel:
     start: float
     ms: float
 
+    @property
+    def end(self) -> float:
+        return self.start + self.ms
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call on the device's timeline, from when the device is done with the one before until it is done with this one.
+
+    kernels: in the order of their starts.
+    """
+
+    kernels: list[Kernel]
+    start: float
+    end: float
+
+    @property
+    def span(self) -> float:
+        """Milliseconds."""
+        return self.end - self.start
+
+    def shares(self) -> Iterator[tuple[Kernel, float]]:
+        """(kernel, ms of it in which none that started before runs): they add up to the time in which any runs."""
+        covered = self.start
+        for kernel in self.kernels:
+            yield kernel, max(0.0, kernel.end - max(kernel.start, covered))
+            covered = max(covered, kernel.end)
+
+    def gaps(self) -> Iterator[tuple[float, str, str]]:
+        """(ms in which no kernel runs, name of the kernel before, of the one after); names are "" at the ends."""
+        covered, before = self.start, ""
+        for kernel in self.kernels:
+            if kernel.start > covered:
+                yield kernel.start - covered, before, kernel.name
+            if kernel.end > covered:
+                covered, before = kernel.end, kernel.name
+        if self.end > covered:
+            yield self.end - covered, before, ""
+
 
 def kernels(run: Run, device: torch.device) -> list[Kernel]:
     """What a call launches, copies and fills included, in order; on a CPU its operators."""
@@ -115,15 +156,41 @@ def kernels(run: Run, device: torch.device) -> list[Kernel]:
     return sorted(found, key=lambda kernel: kernel.start)
 
 
-def busy(found: list[Kernel]) -> tuple[float, float]:
-    """(time from the first kernel's start to the last one's end, time in which at least one runs)."""
-    if not found:
-        return 0.0, 0.0
-    spans = sorted((kernel.start, kernel.start + kernel.ms) for kernel in found)
-    total, (start, end) = 0.0, spans[0]
-    for next_start, next_end in spans[1:]:
-        if next_start > end:
-            total, start, end = total + end - start, next_start, next_end
-        else:
-            end = max(end, next_end)
-    return end - spans[0][0], total + end - start
+def calls_in_turn(runs: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, list[Call]]:
+    """What each candidate runs on the device in rounds of all, with nothing waiting between them, as in training.
+
+    A marker on the queue separates the calls. The first call, of the last candidate, only fills the queue and is
+    dropped. On a CPU each call is looked at alone, its operators one behind the other.
+    """
+    if device.type != "cuda":
+        return {name: [_alone(kernels(run, device)) for _ in range(rounds)] for name, run in runs.items()}
+    order = [list(runs)[-1], *(name for _ in range(rounds) for name in runs)]
+
+    def all_of_them() -> None:
+        for name in order:
+            torch.cuda._sleep(1)
+            runs[name]()
+        torch.cuda._sleep(1)
+
+    calls = between_markers(kernels(all_of_them, device))
+    if len(calls) != len(order):
+        raise RuntimeError(f"{len(calls)} calls lie between kernels named {MARKER}, where {len(order)} were made")
+    found: dict[str, list[Call]] = {name: [] for name in runs}
+    for name, call in list(zip(order, calls, strict=True))[1:]:
+        found[name].append(call)
+    return found
+
+
+def between_markers(found: list[Kernel]) -> list[Call]:
+    """The calls of a list of kernels (by their starts) that has a marker before each call and after the last."""
+    places = [number for number, kernel in enumerate(found) if MARKER in kernel.name]
+    return [Call(found[i + 1 : j], found[i].end, found[j].start) for i, j in pairwise(places)]
+
+
+def _alone(found: list[Kernel]) -> Call:
+    """A CPU's operators: own times, one behind the other."""
+    laid, end = [], 0.0
+    for kernel in found:
+        laid.append(Kernel(kernel.name, end, kernel.ms))
+        end = laid[-1].end
+    return Call(laid, 0.0, end)

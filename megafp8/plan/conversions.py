@@ -14,8 +14,7 @@ rank (weights, masters: for a step). Derived from the configuration; what recomp
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megafp8.config import Config
@@ -204,30 +203,6 @@ def _bytes(recipe: Recipe, role: str, rows: int, columns: int) -> int:
     for size in spec.tile.scale_shape(rows, columns):
         scales *= size
     return rows * columns + scales * (1 if spec.scale is Scale.E8M0 else 4)
-
-
-CONVERTS = ("cast", "copy", "quantize", "transpose", "convert", "memcpy", "amax", "grouped_kernel", "regroup")
-"""Words in the names of kernels that change formats or move bytes and do nothing else."""
-
-
-def unknown(names: Iterable[str], ledger: list[Conversion], microbatches: int = 1) -> list[str]:
-    """What converts or copies and has no entry in the ledger: names of kernels, each once; names that entries allow a
-    number of, with the number beyond it. names: of all kernels of a step of so many microbatches, one a launch."""
-    free = {word for entry in ledger if entry.launches is None for word in entry.kernels}
-    counted = [entry for entry in ledger if entry.launches is not None]
-    allowed = {word: microbatches * sum(e.launches for e in counted if word in e.kernels)
-               for entry in counted for word in entry.kernels}  # fmt: skip
-    beyond: Counter[str] = Counter()
-    for name in names:
-        lower = name.lower()
-        if "nccl" in lower or not any(word in lower for word in CONVERTS) or any(word in lower for word in free):
-            continue
-        word = next((word for word in allowed if word in lower), None)
-        if word is not None and allowed[word] > 0:
-            allowed[word] -= 1
-        else:
-            beyond[name] += 1
-    return [name if count == 1 else f"{name} ({count} launches)" for name, count in beyond.items()]
 
 
 def markdown(ledger: list[Conversion]) -> list[str]:

@@ -4,11 +4,14 @@ import json
 
 import bench_host
 import bench_step
+import bench_step_all
 import bench_timing
 import pytest
 import torch
-from bench_timing import Kernel
-from step_report import breakdown, kernel_class
+from bench_clocks import Clocks
+from bench_timing import Call, Kernel
+from kernel_names import kernel_class, short
+from step_report import breakdown, gaps, starved, table, where_time_goes
 
 from megafp8.core.moe.experts import Experts
 from megafp8.fp8.weight_stack import stacked
@@ -20,24 +23,25 @@ def test_both_scopes_from_end_to_end(tmp_path, capsys):
     json_path, png = tmp_path / "step.json", tmp_path / "step.png"
     argv = ["--preset", "tiny", "--device", "cpu", "--no-compile", "--rounds", "1", "--warmup", "1"]
     argv += ["--recipes", "blockwise", "--microbatches", "2", "--output", str(json_path), "--png", str(png)]
-    assert bench_step.main(argv) == 0
+    assert bench_step.main([*argv, "--profiled", "1"]) == 0
     results = json.loads(json_path.read_text())
-    assert list(results["scopes"]) == ["layers", "step"]
+    assert list(results["scopes"]) == ["layers", "step, 2 microbatches"]
     for scope, rows in results["scopes"].items():
         assert list(rows) == ["bf16", "blockwise"]
         for row in rows.values():
             assert row["ms"] > 0
-            tokens = 64 * (2 if scope == "step" else 1)
+            tokens = 64 * (1 if scope == "layers" else 2)
             assert row["tokens_per_second"] == pytest.approx(1e3 * tokens / row["ms"])
             assert {"gemm", "attention", "idle"} <= set(row["breakdown"])
             assert row["breakdown"]["gemm"]["launches"] > 0
             assert scope == "layers" or row["data_wait_ms"] > 0
-    losses = [row["losses"] for row in results["scopes"]["step"].values()]
+    losses = [row["losses"] for row in results["scopes"]["step, 2 microbatches"].values()]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.005)  # of the same weights
     assert losses[0][0] == pytest.approx(5.6, abs=0.3)  # the logarithm of 256
     assert png.stat().st_size > 1000
     out = capsys.readouterr().out
-    assert "blockwise: gemm " in out
+    assert "  blockwise: " in out
+    assert " ms = gemm " in out
     assert bench_step.main(["--preset", "tiny", "--device", "cpu", "--flags", "--recompute-modules nonsense"]) == 2
     assert "recompute-modules" in capsys.readouterr().err
 
@@ -48,23 +52,121 @@ def test_presets_are_configurations(preset, capsys):
     assert "| layers.*.mlp.fc2 input | backward |" in capsys.readouterr().out or "moe" in preset or "qwen" in preset
 
 
-def test_time_goes_to_classes_and_what_is_left_is_idle():
+def timeline():
+    """A call of 14 ms in which kernels run for 11 of them; attention and quantize run beside each other for one."""
     kernels = [
-        Kernel("nvjet_sm90_qqtst_128x256", 0.0, 4.0),
-        Kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 4.0, 2.0),
-        Kernel("quantize_1d_kernel", 5.0, 2.0),  # beside attention, for a while
-        Kernel("norm_both_kernel", 9.0, 1.0),
-        Kernel("ncclDevKernel_AllReduce", 9.5, 2.5),
+        Kernel("nvjet_sm90_qqtst_128x256", 1.0, 4.0),
+        Kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 5.0, 2.0),
+        Kernel("quantize_1d_kernel", 6.0, 2.0),
+        Kernel("norm_both_kernel", 9.5, 1.0),
+        Kernel("ncclDevKernel_AllReduce", 10.0, 3.0),
     ]
-    assert bench_timing.busy(kernels) == (12.0, 10.0)
-    found = breakdown(kernels, 2, 6.5)
+    return Call(kernels, 0.5, 14.5)
+
+
+def test_classes_and_idle_add_up_to_the_span():
+    found = breakdown([timeline(), timeline()])
     assert {kind: entry["ms"] for kind, entry in found.items()} == {
-        "gemm": 2.0, "attention": 1.0, "quantize": 1.0, "norm": 0.5, "communication": 1.25, "idle": 1.5,
+        "gemm": 4.0, "attention": 2.0, "quantize": 1.0, "norm": 1.0, "communication": 2.5, "idle": 3.5,
     }  # fmt: skip
-    assert kernel_class("void at::native::vectorized_elementwise_kernel<8, CUDAFunctor_add>") == "elementwise"
-    assert kernel_class("swiglu_grad_kernel") == "activation"
-    assert kernel_class("Memcpy HtoD (Pageable -> Device)") == "copies"
-    assert kernel_class("adamw_tiles_kernel") == "optimizer"
+    assert all(entry["launches"] == 1 for kind, entry in found.items() if kind != "idle")
+    more = where_time_goes([timeline()])
+    assert more["span_ms"] == sum(entry["ms"] for entry in more["breakdown"].values()) == 14
+    assert (more["idle_percent"], more["standalone_percent"]) == (25, pytest.approx(100 / 14))
+    assert gaps([timeline()], 2) == [(1.5, 1, "quantize_1d_kernel", "norm_both_kernel"),
+                                     (1.5, 1, "ncclDevKernel_AllReduce", "-")]  # fmt: skip
+
+
+def test_calls_lie_between_markers():
+    marker = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    kernels = [Kernel(marker, 0, 1), Kernel("a", 2, 1), Kernel(marker, 4, 1), Kernel(marker, 6, 1), Kernel("b", 9, 1)]
+    first, second = bench_timing.between_markers(kernels)
+    assert ([k.name for k in first.kernels], first.start, first.end) == (["a"], 1, 4)
+    assert (second.kernels, second.span, list(second.gaps())) == ([], 1, [(1, "", "")])
+
+
+def test_a_host_that_is_the_limit_is_named():
+    row = {"span_ms": 10.0, "idle_percent": 20.0, "host_ms": 9.0}
+    assert starved(row)
+    assert not starved(row | {"host_ms": 7.0})  # something else leaves the device idle
+    assert not starved(row | {"idle_percent": 1.0, "host_ms": 11.0})  # it waits for a full queue
+    row |= {"ms": 10.1, "tokens": 64, "tokens_per_second": 6.4, "tflops": 1.0, "peak_gib": 1.0, "ratio": 1.0}
+    row |= {"standalone_percent": 2.0, "breakdown": {"idle": {"ms": 2.0, "launches": 0.0}}, "syncs": ["step.py:9"] * 4}
+    row |= {"gaps": [(1.9, 3, "a", "b")], "clocks": {"sm_mhz": 1500.0, "watts": 700.0, "samples": 9}}
+    row |= {"unlisted": {"passes": {"FillFunctor<float>": [10, 2.01]}, "small": [30, 0.05]}}
+    lines = table({"preset": "tiny", "gradients": "fp32", "scopes": {"step": {"bf16": row}}})
+    assert lines[2].split()[-5:] == ["1.00", "20.0", "2.0", "9.00", "4"]
+    assert [line.removeprefix("  bf16: ") for line in lines[3:-1]] == [
+        "10.00 ms = idle 2.00 (0)",
+        "no kernel for 1.90 ms in 3 places between a and b",
+        "the host is the limit: it queues no faster than the device works",
+        "SM clock 1500 MHz, 700 W, medians of 9 looks",
+        "waits for the device at step.py:9, 4 times a call",
+        "not in the ledger: FillFunctor<float>, 10 launches, 2.01 ms",
+        "30 other small launches, 0.05 ms",
+    ]
+
+
+NATIVE = "void at::native::"
+ITERATED = f"{NATIVE}elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
+COPY = f"{NATIVE}unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)"
+COPY += "::{lambda()#3}::operator()() const::{lambda(float)#1}, at::native::memory::LoadWithCast<1> >(int)"
+FILL = f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)"
+MULTIPLY = f"{ITERATED}BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, "
+MULTIPLY += "at::native::binary_internal::MulFunctor<float> > >(at::TensorIteratorBase&)"
+WHERE = f"{ITERATED}(anonymous namespace)::where_kernel_impl(at::TensorIterator&)::{{lambda()#1}}::operator()() const::"
+WHERE += "{lambda(bool, long, long)#1}>(int)"
+SUM = f"{NATIVE}reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
+SUM += "at::native::sum_functor<float, float, float>::op> > >(int)"
+DQ = "void cudnn::fusion::convert_dq_to_16bits<true>(void const*)"
+
+
+@pytest.mark.parametrize(
+    ("name", "known_as", "kind"),
+    [
+        ("swiglu_grad_kernel", "swiglu_grad_kernel", "activation"),
+        ("adamw_tiles_kernel", "adamw_tiles_kernel", "optimizer"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD", "copies"),
+        ("triton_poi_fused__to_copy_add_3", "triton_poi_fused__to_copy_add_3", "elementwise"),
+        (DQ, "cudnn::fusion::convert_dq_to_16bits", "attention"),
+        (COPY, "direct_copy_kernel_cuda(float) with cast", "cast"),
+        (COPY.replace("LoadWithCast", "LoadWithoutCast"), "direct_copy_kernel_cuda(float)", "copies"),
+        (FILL, "FillFunctor<float>", "copies"),
+        (MULTIPLY, "MulFunctor<BFloat16>", "elementwise"),
+        (WHERE, "where_kernel_impl(bool, long, long)", "elementwise"),
+        (SUM, "reduce_kernel sum_functor", "elementwise"),
+    ],
+)
+def test_names_of_kernels(name, known_as, kind):
+    assert (short(name), kernel_class(name)) == (known_as, kind)
+
+
+def test_clocks_are_medians_and_nobody_has_to_answer(monkeypatch, tmp_path):
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 1500, 690.5\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("bench_clocks.INTERVAL_S", 0.01)
+    for command, found in (([str(script)], (1500, 690.5)), (["false"], None), ([], None)):
+        monkeypatch.setattr("bench_clocks._command", lambda device, command=command: command)
+        with Clocks(CPU) as clocks:
+            while command[:1] == [str(script)] and not clocks._samples:
+                pass
+        assert found == (clocks.found and (clocks.found["sm_mhz"], clocks.found["watts"]))
+    monkeypatch.undo()
+    assert not Clocks(CPU)._command
+
+
+def test_sizes_are_scopes_of_their_own():
+    args = bench_step.arguments().parse_args(["--preset", "tiny"])
+    args.device = "cpu"
+    base = bench_step.config_of(args, "bf16")
+    assert (base.train.micro_batch_size, base.data.seq_length, base.train.global_batch_size) == (2, 32, 2)
+    for length, samples in ((16, 4), (64, 1), (128, 1)):
+        size = bench_step.Size(3, length)
+        config = bench_step.config_of(args, "bf16", size)
+        sizes = config.train.micro_batch_size, config.data.seq_length, config.train.global_batch_size
+        assert sizes == (samples, length, 3 * samples)
+        assert size.label == f", sequences of {length}, 3 microbatches"
 
 
 @pytest.mark.parametrize("gradients", ["fp32", "bf16"])
@@ -114,3 +216,35 @@ def test_a_table_of_sizes(tmp_path):
     ]  # fmt: skip
     assert len(table["cpu"]["tensorwise"]) == 8
     assert all(row[3] > 0 for row in table["cpu"]["tensorwise"])
+
+
+def test_all_runs_go_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def fake(argv):
+        seen.append(argv)
+        print(f"table {len(seen)}")
+        if len(seen) == 1:
+            raise RuntimeError("no such kernel")
+        return 0
+
+    monkeypatch.setattr(bench_step, "main", fake)
+    names = ["qwen3-30b-a3b", "crossover"]
+    assert bench_step_all.main([str(tmp_path), "--only", *names]) == 1
+    out = capsys.readouterr().out
+    assert "Traceback" in out
+    assert "RuntimeError: no such kernel" in out
+    assert [(tmp_path / f"{name}.txt").read_text() for name in names] == ["table 1\n", "table 2\n"]
+    assert seen[1][-2:] == ["--crossover", str(tmp_path / "crossover.json")]
+    assert bench_step_all.main([str(tmp_path), "--only", "step"]) == 0
+
+
+@pytest.mark.parametrize("name", bench_step_all.RUNS)
+def test_all_runs_are_configurations(name, tmp_path):
+    args = bench_step.arguments().parse_args(bench_step_all.arguments_of(name, tmp_path, rehearse=True))
+    args.device = "cpu"
+    for recipe in args.recipes:
+        for count in args.microbatches:
+            for length in args.seq_lengths:
+                bench_step.config_of(args, recipe, bench_step.Size(count, length))
+    assert args.rounds == (3 if name == "crossover" else 1)
