@@ -222,6 +222,13 @@ def test_one_rank_of_a_job_alone(desk):
     assert not (desk / "run").exists()
 
 
+@pytest.mark.parametrize("rank", ["1024", "-1", "x", "99999999999"])
+def test_one_rank_that_the_job_has_not(desk, rank):
+    """Told in the script's own words, before Python starts."""
+    done = start(EXAMPLES / "deepseek_v3.sh", folder=desk, code=2, ONE_RANK=rank)
+    assert done.stderr == f"deepseek_v3: ONE_RANK={rank} is no rank of a job of 1024; give 0 to 1023\n"
+
+
 def test_users_data(desk):
     start(EXAMPLES / "llama3_8b.sh", folder=desk, DATA_PATH="/my data/text", TOKENIZER_MODEL="/my models/llama")
     args, _ = recorded(desk, "torchrun.x")

@@ -25,6 +25,10 @@ job() {
     RUN_DIR=${RUN_DIR:-$root/runs/$JOB_NAME}
     RUN=(--log-dir "$RUN_DIR" --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints")
     if [ -n "${ONE_RANK:-}" ]; then
+        if ! [[ $ONE_RANK =~ ^[0-9]{1,9}$ ]] || ((10#$ONE_RANK >= WORLD)); then
+            echo "$JOB_NAME: ONE_RANK=$ONE_RANK is no rank of a job of $WORLD; give 0 to $((WORLD - 1))" >&2
+            exit 2
+        fi
         RUN=(--fake-process-group)
     fi
     case ${PRECISION:-fp8} in

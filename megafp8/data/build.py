@@ -45,6 +45,12 @@ class Datasets:
     masks: MaskOptions
     notes: tuple[str, ...] = ()
 
+    @property
+    def fingerprints(self) -> list[str]:
+        """Of the training documents: runs that differ here have not read the same."""
+        parts = getattr(self.train, "datasets", [self.train])
+        return [part.documents.fingerprint() for part in parts if part is not None]
+
 
 @dataclass
 class _Builder:
@@ -87,7 +93,7 @@ class _Builder:
 
         split_string: `--split`, or None when the files are for this split alone.
         """
-        parts = []  # prefix, documents, selection, weight
+        parts, parts_tokens = [], []  # of the former: prefix, documents, selection, weight
         weights = spec.weights or [None] * len(spec.prefixes)
         for prefix, weight in zip(spec.prefixes, weights, strict=True):
             documents = self.open(prefix)
@@ -100,9 +106,21 @@ class _Builder:
                 self._no_documents(spec, prefix, split, split_string)
             else:
                 parts.append((prefix, documents, selection, tokens if weight is None else weight))
+                parts_tokens.append(tokens)
         if not parts:
             return None
+        if split and num_samples and self.mock is None:
+            self._note_repeats(spec, split, sum(parts_tokens), num_samples)
         return self._blend(spec, split, parts, num_samples)
+
+    def _note_repeats(self, spec: BlendSpec, split: int, tokens: int, num_samples: int) -> None:
+        """Says that an evaluation reads its data ten times and more: the loss is no surer for it, and takes longer."""
+        asked = num_samples * self.data.seq_length
+        if asked >= 10 * tokens:
+            self.notes.append(
+                f"--eval-iters asks for {asked} tokens of {spec.flag}'s {_SPLIT_NAMES[split]} split, which has "
+                f"{tokens}: they are read {asked / tokens:.1f} times in each evaluation; lower it"
+            )
 
     def _no_documents(self, spec: BlendSpec, prefix: str, split: int, split_string: str | None) -> None:
         of_split = "" if split_string is None else f" (--split {split_string})"

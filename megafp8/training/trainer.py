@@ -58,7 +58,8 @@ class Trainer:
         notes += self._saves.prepare()
         self.log = self._open_log()
         begun = self.progress.iteration
-        self.log.record("start", begun, f"went on from {self.config.checkpoint.load}" if begun else "a new run")
+        origin = f"went on from {self.config.checkpoint.load}" if begun else "a new run"
+        self.log.record("start", begun, origin, data=parts.datasets.fingerprints)
         if parts.parallel.is_first:
             for note in (*opening_lines(parts), *self.config.notes, *parts.datasets.notes, *notes):
                 self.log.note(note)

@@ -74,6 +74,27 @@ def test_a_set_too_small_for_its_test_split_is_noted(tmp_path):
     assert "the test split has no documents (--split 80,10,10): nothing to evaluate there" in note
 
 
+def test_an_evaluation_that_reads_its_data_again_and_again_is_noted(tmp_path):
+    """A wrong zero in --eval-iters: 20 documents of 40 tokens in the split."""
+    prefix = write_dataset(tmp_path / "set", constant_documents(1, 200))
+    sets = build(SampleCounts(10, 100), data_path=(prefix,), split="90,10,0")
+    assert sets.notes == ()
+    (note,) = build(SampleCounts(10, 5000), data_path=(prefix,), split="90,10,0").notes
+    assert note == (
+        "--eval-iters asks for 80000 tokens of --data-path's validation split, which has 800: they are read "
+        "100.0 times in each evaluation; lower it"
+    )
+
+
+def test_fingerprints_tell_other_documents(tmp_path, corpora):
+    """The same of the same documents, wherever they lie and whatever is asked of them; a blend has one of each."""
+    again = write_dataset(tmp_path / "again", constant_documents(1, 200))
+    first = build(data_path=(corpora["a"],)).fingerprints
+    assert first == build(SampleCounts(7), seed=2, data_path=(again,)).fingerprints
+    assert len({*first, *build(data_path=(corpora["b"],)).fingerprints}) == 2
+    assert build(data_path=("1", corpora["a"], "1", corpora["b"])).fingerprints[:1] == first
+
+
 def test_nothing_asked_nothing_built(corpora):
     sets = build(SampleCounts(10), data_path=(corpora["a"],), split="100,0,0")
     assert (sets.valid, sets.test, sets.notes) == ({}, None, ())
