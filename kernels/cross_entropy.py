@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .quantize_configs import multiprocessors
+
 _BLOCK = 4096
 """Logits a program holds at once."""
 
@@ -54,6 +56,16 @@ def loss_grad_kernel(logits, grad, target, here, top, log_sum, weight, columns, 
     tl.store(grad + row * grad_stride + cols, p.to(grad.dtype.element_ty), mask=cols < width)
 
 
+@triton.jit
+def loss_grad_scale_kernel(x, factor, count, BLOCK: tl.constexpr):
+    f = tl.load(factor).to(x.dtype.element_ty).to(tl.float32)
+    if f != 1.0:
+        for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            product = tl.load(x + at, mask=at < count).to(tl.float32) * f
+            tl.store(x + at, product.to(x.dtype.element_ty), mask=at < count)
+
+
 def loss_rows(logits: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """(top, total), FP32 [T], of the first `columns` logits of each row; -inf and 0 for none."""
     rows = logits.shape[0]
@@ -89,6 +101,14 @@ def loss_grad(
         loss_grad_kernel[(rows * triton.cdiv(width, _BLOCK),)](
             logits, grad, target, here, top, log_sum, weight.contiguous(), columns, width, logits.stride(0),
             grad.stride(0), smoothing, smoothing / vocab_size, z, BLOCK=_BLOCK, num_warps=8)  # fmt: skip
+
+
+def scale(x: Tensor, factor: Tensor) -> None:
+    """Multiplies contiguous `x` in place by `factor`, one element on its device, in the bits of `x.mul_(factor)`, which
+    rounds the factor to x's dtype first. Where it is 1, as the device finds out, x is left alone and unread."""
+    if x.numel():
+        programs = min(triton.cdiv(x.numel(), _BLOCK), 8 * multiprocessors(x.device))
+        loss_grad_scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=_BLOCK, num_warps=8)
 
 
 def supports(logits: Tensor) -> bool:

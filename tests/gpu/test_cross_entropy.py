@@ -41,6 +41,41 @@ def test_loss_and_gradient(dtype, smoothing, z, scale, monkeypatch):
         assert (grad[3] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.3, 1 + 2**-12, float("nan"), -2.0])
+def test_a_factor_has_the_bits_of_a_multiplication(dtype, factor, monkeypatch):
+    logits = torch.randn(TOKENS, PADDED, device="cuda").to(dtype)
+    labels, weights = torch.arange(TOKENS, device="cuda"), torch.ones(TOKENS, device="cuda")
+    grads = []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(cross_entropy, "_scale", lambda place, factor: place.mul_(factor))
+        place = logits.clone().requires_grad_()
+        loss = summed_cross_entropy(place, labels, weights, VOCAB, PADDED)
+        loss.backward(torch.tensor(factor, device="cuda"))
+        grads.append(place.grad.view(torch.int16 if dtype == torch.bfloat16 else torch.int32))
+    assert torch.equal(*grads) or factor != factor
+    assert torch.equal(*(grad.view(dtype).isnan() for grad in grads))
+
+
+def test_a_factor_of_1_reads_nothing():
+    """It takes a launch's time, not that of a pass over 2 GB."""
+    x, one = torch.ones(8192, 128256, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
+    times = []
+    for factor in (one, one + 1):
+        cross_entropy._scale(x, factor)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(5):
+            cross_entropy._scale(x, factor)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 5)
+    print(f"factor 1: {times[0]:.4f} ms, factor 2: {times[1]:.4f} ms")
+    assert times[0] < 0.2 * times[1]
+
+
 def test_the_same_bits_again():
     logits = torch.randn(64, 128256, device="cuda", dtype=torch.bfloat16)
     labels, weights = torch.arange(64, device="cuda"), torch.ones(64, device="cuda")

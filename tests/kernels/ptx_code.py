@@ -102,7 +102,7 @@ def _handler(instruction: Instruction) -> str:
         return BY_NAME.get(name, "")
     if last == "pred":
         return "logic"
-    if last in ("f32", "bf16x2") and name in FLOATS:
+    if (last in ("f32", "bf16x2") and name in FLOATS) or (name, last) == ("mul", "bf16"):
         return "arithmetic"
     if re.fullmatch(r"[bus]\d+", last) and (name in INTEGERS or name in ("shl", "shr", "bfe")):
         return "integer"

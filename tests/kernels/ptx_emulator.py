@@ -335,13 +335,14 @@ class Programs:
     def arithmetic(self, parts: list[str], operands: list[str]) -> None:
         name = parts[0]
         with np.errstate(all="ignore"):
-            if parts[-1] == "bf16x2":
-                values = [self.value(o).view(BF16).astype(np.float32) for o in operands[1:]]
+            if parts[-1] in ("bf16", "bf16x2"):
+                bits = 16 if parts[-1] == "bf16" else 32
+                values = [self.value(o, bits).view(BF16).astype(np.float32) for o in operands[1:]]
                 if name == "abs":  # NaN's bits too lose only their sign
                     self.write(operands[0], self.value(operands[1]) & np.uint32(0x7FFF7FFF))
                     return
                 result = FLOATS[name](*values).astype(BF16)
-                result = np.where(np.isnan(result), np.uint16(0x7FFF), result.view(np.uint16)).view(np.uint32)
+                result = np.where(np.isnan(result), np.uint16(0x7FFF), result.view(np.uint16)).view(f"uint{bits}")
             else:
                 values = [self.single(o) for o in operands[1:]]
                 result = FLOATS[name](*values).astype(np.float32)

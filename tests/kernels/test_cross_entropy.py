@@ -50,6 +50,18 @@ def test_a_rank_that_adds_nothing():
     assert cross_entropy._kernels_for(torch.empty(2, 16)) is None  # on a CPU
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.3, -2.0])
+def test_scale(dtype, factor):
+    """A number that is left as it is where nothing has to be done: the emulator would see it written."""
+    x = torch.randn(3, 4099, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rounded = torch.tensor(factor).to(dtype).float()
+    expected = (x.float() * rounded).to(dtype)
+    with testing.emulated_launches():
+        kernels.scale(x, torch.tensor(factor))
+    assert torch.equal(x, expected)
+
+
 def test_compiled_for_hopper():
     """16 bytes at a time, and nothing spills."""
     logits, numbers = torch.empty(4, 128256, dtype=torch.bfloat16), torch.empty(4)
@@ -59,7 +71,9 @@ def test_compiled_for_hopper():
         kernels.loss_grad(
             logits, logits, here.long(), here, *(numbers,) * 3, 128256, smoothing=0.0, vocab_size=9, z=0.0
         )
-    assert [launch.kernel.__name__ for launch in launches] == ["loss_rows_kernel", "loss_grad_kernel"]
+        kernels.scale(logits, numbers[:1])
+    names = ["loss_rows_kernel", "loss_grad_kernel", "loss_grad_scale_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
         assert used.spills == 0

@@ -118,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Backward scales what forward wrote: by 1, which changes no bit, where the sum itself is what is trained on."""
+    """Backward scales what forward wrote: not at all where the sum itself is what is trained on, whose gradient is 1."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor, loss: _Loss) -> Tensor:
@@ -133,7 +133,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = ctx.saved_tensors  # a second backward finds it written to, and is refused
-        return place.mul_(grad), None, None, None
+        _scale(place, grad)
+        return place, None, None, None
+
+
+def _scale(place: Tensor, factor: Tensor) -> None:
+    """Multiplies by a number, without a pass over `place` where it is 1; a GPU isn't waited for to see that."""
+    kernels = _kernels_for(place)
+    if kernels is not None and place.is_contiguous():
+        kernels.scale(place, factor)
+    elif place.is_cuda or factor != 1:
+        place.mul_(factor)
+    torch.autograd.graph.increment_version(place)
 
 
 def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor]:
