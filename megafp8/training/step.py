@@ -75,7 +75,9 @@ class _Microbatches:
 
     def __getitem__(self, number: int) -> Batch:
         while self._fetched <= number:
-            self._held[self._fetched] = own_part(next(self._batches).to(self._device), self._cp)
+            # Not blocking: else the device would have to run out of work before the host queues the next step's.
+            batch = next(self._batches).to(self._device, non_blocking=True)
+            self._held[self._fetched] = own_part(batch, self._cp)
             self._fetched += 1
         return self._held[number]
 

@@ -1,4 +1,4 @@
-"""A whole training step, forward to new weights, never waits for the device."""
+"""A whole training step, from the data to new weights and what is logged of them, never waits for the device."""
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext
 from megafp8.params import specs_in_order
+from megafp8.training.build import build_parts
 from megafp8.training.step import advance_scaling, forward_backward
+from megafp8.training.trainer import Trainer
 from tests.gpu.waiting import no_waiting
 
 pytestmark = [
@@ -61,9 +63,8 @@ def test_no_part_of_a_step_waits(case):
     model = build_model(config, parallel, device)
     scaling = DelayedScaling.of(model)
     optimizer = build_optimizer(specs_in_order(model), config, parallel, scaling=scaling)
-    tokens = torch.randint(1023, (2, 128), device=device)
-    positions = torch.arange(128, device=device).expand(2, 128)
-    batch = Batch(tokens, tokens, torch.ones(2, 128, device=device), positions, None)
+    tokens = torch.randint(1023, (2, 128))
+    batch = Batch(tokens, tokens, torch.ones(2, 128), torch.arange(128).repeat(2, 1), None).pin_memory()
 
     def step(iteration: int) -> torch.Tensor:
         optimizer.zero_grad(2)
@@ -80,3 +81,13 @@ def test_no_part_of_a_step_waits(case):
     with no_waiting():
         losses += [step(3), step(4)]
     assert losses[-1] < losses[0]
+
+
+def test_no_part_of_the_training_loop_waits(capsys):
+    config = with_vocab_size(build_config(env={}, **MODEL | {"num_workers": 0}), 1024)
+    trainer = Trainer(build_parts(config, ParallelContext(), torch.device("cuda")))
+    batches = trainer._training_batches()
+    records = trainer._iteration(batches) + trainer._iteration(batches)
+    with no_waiting():
+        records += trainer._iteration(batches)
+    assert all(record.loss.item() > 0 for record in records)
