@@ -118,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """Backward scales what forward wrote: not at all where the sum itself is what is trained on, whose gradient is 1."""
+    """Backward scales what forward wrote: not at all where the sum itself is what is trained on (its gradient is 1)."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, labels: Tensor, weights: Tensor, loss: _Loss) -> Tensor:
