@@ -140,7 +140,7 @@ def _consume(op, out, ring, WARPGROUP: gl.constexpr, o):
                 left_0, right_0, left, right, stage, phase = contract_halves(
                     ring, stage, phase, depth, b_at, op.scale_b_k, ROW, MMA, o
                 )
-            if o.STORE == by_tma and o.BUFFERS > 1:
+            if o.STORE == by_tma and o.BUFFERS > 2:
                 tma.store_wait(0)  # of the tile before
             row = m + o.ROWS - HALF
             if o.STORE == add_ring:
@@ -178,8 +178,9 @@ def gemm_kernel(a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc, c, bias, sca
     flat: gl.constexpr = gl.NVMMASharedLayout(0, 32, 1)
     a_scales = gl.allocate_shared_memory(gl.float32, [SCALES, o.BM], flat)
     b_scales = gl.allocate_shared_memory(gl.float32, [SCALES, BN if SCALING == block_1d1d else 32], flat)
-    c_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    buffers = gl.allocate_shared_memory(gl.bfloat16, [2 * BUFFERS, HALF if STORE == by_tma else 8, HALF], c_layout)
+    c_type: gl.constexpr = c.dtype.element_ty
+    c_layout: gl.constexpr = gl.NVMMASharedLayout(128, c_type.primitive_bitwidth, 2)
+    buffers = gl.allocate_shared_memory(c_type, [2 * BUFFERS, HALF if STORE == by_tma else 8, HALF], c_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm_hopper_problem import BK, BN, HALF, add_ring, block_1d2d, grouped_k, next_stage, tensorwise
+from .gemm_hopper_problem import BK, BN, HALF, add_ring, block_1d1d, block_1d2d, grouped_k, next_stage, tensorwise
 
 
 @gluon.jit
@@ -29,44 +29,59 @@ def split_columns(x):
 
 
 @gluon.jit
-def _scales(ring, slot, scale_b, like, ROW: gl.constexpr, o):
-    """The scales that a promotion needs first, read while the product is still being computed: (rows, left columns).
+def _row_scales(ring, slot, scale_b, like, ROW: gl.constexpr, o):
+    """What a product's rows are multiplied by, read while it is still being computed.
 
     scale_b: flat index of the 2D scale; its slot holds the ones from `aligned(scale_b)` on.
     """
     rows: gl.constexpr = gl.SliceLayout(1, like.type.layout)
-    columns: gl.constexpr = gl.SliceLayout(0, like.type.layout)
     if o.SCALING == tensorwise:
         row = gl.full([HALF], 1.0, gl.float32, rows)
-        column = gl.full([HALF], 1.0, gl.float32, columns)
-    elif o.SCALING == block_1d2d:
-        one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        scalars = ring.scale_b._reinterpret(gl.float32, [ring.scale_b.shape[0] * 32, 1], one)
-        row = ring.scale_a.index(slot).slice(ROW, HALF).load(rows)
-        row *= scalars.index(slot * 32 + scale_b % 4).load(rows)
-        column = gl.full([HALF], 1.0, gl.float32, columns)
     else:
         row = ring.scale_a.index(slot).slice(ROW, HALF).load(rows)
-        column = ring.scale_b.index(slot).slice(0, HALF).load(columns)
-    return row, column
+        if o.SCALING == block_1d2d:
+            one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+            scalars = ring.scale_b._reinterpret(gl.float32, [ring.scale_b.shape[0] * 32, 1], one)
+            row *= scalars.index(slot * 32 + scale_b % 4).load(rows)
+    return row
 
 
 @gluon.jit
-def _promote(left, right, partial, ring, slot, row, column, o):
-    """left, right += partial * scales. Column scales are read half a tile at a time, to save registers."""
-    p_left, p_right = split_columns(partial)
-    if o.SCALING == tensorwise:
-        left += p_left
-        right += p_right
-    elif o.SCALING == block_1d2d:
-        left += p_left * gl.expand_dims(row, 1)
-        right += p_right * gl.expand_dims(row, 1)
+def _column_scales(ring, slot, FIRST: gl.constexpr, like, o):
+    """What 64 of a product's columns are multiplied by under 1D1D scales, 16 numbers a thread."""
+    columns: gl.constexpr = gl.SliceLayout(0, like.type.layout)
+    if o.SCALING == block_1d1d:
+        column = ring.scale_b.index(slot).slice(FIRST, HALF).load(columns)
     else:
-        columns: gl.constexpr = gl.SliceLayout(0, left.type.layout)
-        right_column = ring.scale_b.index(slot).slice(HALF, HALF).load(columns)
-        left += (p_left * gl.expand_dims(column, 0)) * gl.expand_dims(row, 1)
-        right += (p_right * gl.expand_dims(right_column, 0)) * gl.expand_dims(row, 1)
-    return left, right
+        column = gl.full([HALF], 1.0, gl.float32, columns)
+    return column
+
+
+@gluon.jit
+def _promote(acc, partial, row, column, o):
+    """acc += partial * scales, 64 x 64."""
+    if o.SCALING == tensorwise:
+        acc += partial
+    elif o.SCALING == block_1d2d:
+        acc += partial * gl.expand_dims(row, 1)
+    else:
+        acc += (partial * gl.expand_dims(column, 0)) * gl.expand_dims(row, 1)
+    return acc
+
+
+@gluon.jit
+def _promote_tile(left, right, partial, row, column, right_column, o):
+    """The same for a whole product; column: of its left half."""
+    p_left, p_right = split_columns(partial)
+    return _promote(left, p_left, row, column, o), _promote(right, p_right, row, right_column, o)
+
+
+@gluon.jit
+def _promote_sparingly(left, right, partial, ring, slot, row, column, o):
+    """The same; the right half's column scales are read only when they are needed, to save registers."""
+    p_left, p_right = split_columns(partial)
+    left = _promote(left, p_left, row, column, o)
+    return left, _promote(right, p_right, row, _column_scales(ring, slot, HALF, left, o), o)
 
 
 @gluon.jit
@@ -123,12 +138,14 @@ def contract_pairs(ring, stage, phase, late, depth, scale_b, scale_b_k, ROW: gl.
         _mask_tail(ring.a.index(slot + 1).slice(ROW, HALF), ring.b.index(slot + 1), depth - (k + 1) * BK, o)
         partial = _multiply(ring, slot, zero, ROW)
         partial_1 = _multiply(ring, slot + 1, zero, ROW)
-        row, column = _scales(ring, slot, scale_b, left, ROW, o)
+        row = _row_scales(ring, slot, scale_b, left, ROW, o)
+        column = _column_scales(ring, slot, 0, left, o)
         partial = warpgroup_mma_wait(1, [partial])
-        left, right = _promote(left, right, partial, ring, slot, row, column, o)
-        row, column = _scales(ring, slot + 1, scale_b + scale_b_k, left, ROW, o)
+        left, right = _promote_sparingly(left, right, partial, ring, slot, row, column, o)
+        row = _row_scales(ring, slot + 1, scale_b + scale_b_k, left, ROW, o)
+        column = _column_scales(ring, slot + 1, 0, left, o)
         partial_1 = warpgroup_mma_wait(0, [partial_1])
-        left, right = _promote(left, right, partial_1, ring, slot + 1, row, column, o)
+        left, right = _promote_sparingly(left, right, partial_1, ring, slot + 1, row, column, o)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         _release_late(ring, late, o)
         late = -1
@@ -139,9 +156,10 @@ def contract_pairs(ring, stage, phase, late, depth, scale_b, scale_b_k, ROW: gl.
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(slot).slice(ROW, HALF), ring.b.index(slot), depth - (blocks - 1) * BK, o)
         partial = _multiply(ring, slot, zero, ROW)
-        row, column = _scales(ring, slot, scale_b, left, ROW, o)
+        row = _row_scales(ring, slot, scale_b, left, ROW, o)
+        column = _column_scales(ring, slot, 0, left, o)
         partial = warpgroup_mma_wait(0, [partial])
-        left, right = _promote(left, right, partial, ring, slot, row, column, o)
+        left, right = _promote_sparingly(left, right, partial, ring, slot, row, column, o)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         _release_late(ring, late, o)
         stage, phase = next_stage(stage, phase, o)
@@ -151,6 +169,8 @@ def contract_pairs(ring, stage, phase, late, depth, scale_b, scale_b_k, ROW: gl.
 @gluon.jit
 def contract_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.constexpr, MMA: gl.constexpr, o):
     """128 rows a warpgroup as two halves, one product in flight; another warpgroup multiplies meanwhile.
+
+    Both halves share their column scales, which cost shared memory as much bandwidth as a product does otherwise.
 
     Accumulators pass through `warpgroup_mma_wait` after a promotion: without it, ptxas delays the promotion past the
     next product, keeps two partial tiles, and spills.
@@ -163,14 +183,16 @@ def contract_halves(ring, stage, phase, depth, scale_b, scale_b_k, ROW: gl.const
         mbarrier.wait(ring.full.index(stage), phase)
         _mask_tail(ring.a.index(stage).slice(ROW, 2 * HALF), ring.b.index(stage), depth - k * BK, o)
         partial = _multiply(ring, stage, partial, ROW)
-        row, column = _scales(ring, stage, scale_b, left_0, ROW, o)
+        row = _row_scales(ring, stage, scale_b, left_0, ROW, o)
+        column = _column_scales(ring, stage, 0, left_0, o)
+        right_column = _column_scales(ring, stage, HALF, left_0, o)
         partial = warpgroup_mma_wait(0, [partial])
-        left_0, right_0 = _promote(left_0, right_0, partial, ring, stage, row, column, o)
+        left_0, right_0 = _promote_tile(left_0, right_0, partial, row, column, right_column, o)
         left_0, right_0 = warpgroup_mma_wait(0, [left_0, right_0])
         partial = _multiply(ring, stage, partial, ROW + HALF)
-        row, column = _scales(ring, stage, scale_b, left_1, ROW + HALF, o)
+        row = _row_scales(ring, stage, scale_b, left_1, ROW + HALF, o)
         partial = warpgroup_mma_wait(0, [partial])
-        left_1, right_1 = _promote(left_1, right_1, partial, ring, stage, row, column, o)
+        left_1, right_1 = _promote_tile(left_1, right_1, partial, row, column, right_column, o)
         left_1, right_1 = warpgroup_mma_wait(0, [left_1, right_1])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         scale_b += scale_b_k

@@ -13,7 +13,7 @@ from triton.language.core import _aggregate as aggregate
 
 DENSE, GROUPED_M, GROUPED_K = 0, 1, 2
 TENSORWISE, BLOCK_1D2D, BLOCK_1D1D = 0, 1, 2
-# C is written from registers; through shared memory by TMA; or added to in a stage of the ring, where TMA brought it.
+# C is written (or added to) from registers; through shared memory by TMA; or added to in a stage of the ring.
 DIRECT, BY_TMA, ADD_RING = 0, 1, 2
 
 # The same for kernels, which may read globals only if they are constexprs.

@@ -1,12 +1,15 @@
 """How the Hopper GEMM's consumers write their tiles: 64 x 64 pieces, from registers or through shared memory by TMA.
 
-Where C is added to (FP32 wgrads), it comes by TMA too: a 128 x 128 tile of C is exactly a stage of the ring, and
-follows the tile's K blocks there. Consumers add to it where it lies and send it back.
+Where C is added to (FP32 wgrads), there are two ways. 256 x 128 tiles: TMA adds pieces to C in L2, so that nobody waits
+for C; as there, subnormal sums become zero. 128 x 128 tiles: C comes by TMA too. A tile of C is exactly a stage of the
+ring, and follows the tile's K blocks there; consumers add to it where it lies and send it back.
 """
 
 # ruff: noqa: SIM300 - options are constants, but not the ones to compare with
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
@@ -15,7 +18,7 @@ from .gemm_hopper_problem import HALF, direct, grouped_k, grouped_m, tensorwise
 
 @aggregate
 class Output:
-    """Where the result goes. buffers: 64 x 64 BF16 pieces on their way, those of a warpgroup in a row."""
+    """Where the result goes. buffers: 64 x 64 pieces on their way, those of a warpgroup in a row."""
 
     desc: tma.tensor_descriptor
     ptr: gl.tensor
@@ -115,14 +118,30 @@ def _store_direct(x, out, g, row, column, row_start, row_end, N, o):
     gl.store(ptr, x.to(out.ptr.dtype.element_ty), mask=mask)
 
 
+@builtin
+def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Adds an FP32 block of shared memory to the tensor's, in L2. (What Gluon's `tma` lacks.)"""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
 @gluon.jit
-def _store_tma(x, out, buffer, row, column, o):
-    if o.BUFFERS == 1:  # with more, all of the tile before are waited for at once
-        tma.store_wait(0)
+def _store_tma(x, out, buffer, g, row, column, o):
+    if o.BUFFERS <= 2:  # until this buffer has been read; with four, all of the tile before are waited for at once
+        tma.store_wait(o.BUFFERS - 1)
     piece = out.buffers.index(buffer)
     piece.store(x.to(piece.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out.desc, [row, column], piece)
+    if o.ACCUMULATE:
+        if o.KIND == grouped_k:
+            async_add_shared_to_global(out.desc, [g, row, column], _stacked_piece(out.buffers, buffer))
+        else:
+            async_add_shared_to_global(out.desc, [row, column], piece)
+    elif o.KIND == grouped_k:
+        tma.async_copy_shared_to_global(out.desc, [g, row, column], _stacked_piece(out.buffers, buffer))
+    else:
+        tma.async_copy_shared_to_global(out.desc, [row, column], piece)
 
 
 @gluon.jit
@@ -138,8 +157,8 @@ def store(x, out, buffer, scale, g, row, column, row_start, row_end, N, o):
         _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     elif o.KIND == grouped_m:
         if (row >= row_start) & (row + HALF <= row_end):
-            _store_tma(x, out, buffer, row, column, o)
+            _store_tma(x, out, buffer, g, row, column, o)
         else:
             _store_direct(x, out, g, row, column, row_start, row_end, N, o)
     else:
-        _store_tma(x, out, buffer, row, column, o)
+        _store_tma(x, out, buffer, g, row, column, o)

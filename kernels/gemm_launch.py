@@ -78,7 +78,7 @@ class Problem:
 @dataclass(frozen=True)
 class HopperConfig:
     """Rows a consumer warpgroup (tiles are twice that), stages of the ring, tile rows a band (L2 reuse), buffers of a
-    warpgroup for BF16 results on their way (1, or 4: each of a tile's pieces has its own)."""
+    warpgroup for results on their way (1, 2, or 4: each of a tile's pieces has its own)."""
 
     rows: int
     stages: int
@@ -88,6 +88,7 @@ class HopperConfig:
 
 LARGE = HopperConfig(rows=128, stages=3, buffers=4)  # 256 x 128 tiles
 SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
+ADDING = HopperConfig(rows=128, stages=3, buffers=2)  # the same for FP32 results, which TMA writes or adds
 FAST = HopperConfig(rows=128, stages=4)  # the same, and nothing to promote meanwhile
 SMALL_COST = 1.07  # time of a 256 x 128 tile's work in two small ones
 
@@ -247,6 +248,8 @@ def _store_mode(p: Problem, config: HopperConfig) -> int:
         if p.accumulate and p.out.dtype == torch.float32 and config.rows == 64 and p.bias is None:
             return ADD_RING
         if not p.accumulate and p.out.dtype == torch.bfloat16 and p.kind != GROUPED_K:
+            return BY_TMA
+        if config.buffers == 2 and p.out.dtype == torch.float32:
             return BY_TMA
     return DIRECT
 

@@ -32,7 +32,7 @@ pytestmark = needs_device
 SHAPES = [(256, 384, 512), (130, 200, 320), (1, 8, 128), (300, 264, 896), (128, 100, 208), (96, 72, 100), (64, 136, 64)]
 if INTERPRETING:
     SHAPES = [(130, 136, 320), (1, 8, 128), (96, 72, 100)]
-CONFIGS = {"small": gemm_launch.SMALL, "large": gemm_launch.LARGE}
+CONFIGS = {"small": gemm_launch.SMALL, "large": gemm_launch.LARGE, "adding": gemm_launch.ADDING}
 
 
 @pytest.fixture(params=[(b, c) for b in BACKENDS for c in (CONFIGS if b == "gluon" else ["only"])], ids=str)
@@ -139,6 +139,27 @@ def test_error_is_not_above_cublaslt(K, positive, backend):
     for kind, (got, scales, want) in cases.items():
         rival = F.scaled_mm(a, b.t(), *scales, output_dtype=torch.float32)
         assert error(got, want) <= 1.2 * error(rival, want), kind
+
+
+@pytest.mark.skipif(not HOPPER, reason="the Gluon kernel's configurations")
+@pytest.mark.parametrize(("M", "N", "K"), [(256, 384, 512), (300, 264, 896), (96, 72, 100)])
+@pytest.mark.parametrize("positive", [False, True])
+def test_every_configuration_adds_the_same_bits(M, N, K, positive, monkeypatch):
+    """Registers, a stage of the ring, and TMA's addition in L2 round alike; so does what is written and added later."""
+    a, b = operand(M, K, E5M2, positive=positive), operand(N, K, seed=1, positive=positive)
+    scale_a, scale_b = row_scales(M, blocks(K)), row_scales(N, blocks(K), seed=2)
+    one, before = torch.tensor([0.37], device=DEVICE), torch.randn(M, N, device=DEVICE)
+    sums = {}
+    for name, config in CONFIGS.items():
+        monkeypatch.setattr(gemm_launch, "hopper_config", lambda p, n, config=config: config)
+        for added in (True, False):
+            out = [before.clone() if added else poisoned(M, N, dtype=torch.float32) for _ in range(2)]
+            gemm.gemm_1d1d(a, b, scale_a, scale_b, out=out[0], accumulate=added)
+            gemm.gemm_tensorwise(a, b, one, one, out=out[1], accumulate=added)
+            sums[name, added] = out if added else [before + x for x in out]
+    for key, (block, tensor) in sums.items():
+        assert torch.equal(block, sums["small", True][0]), f"1D1D, {key}"
+        assert torch.equal(tensor, sums["small", True][1]), f"tensorwise, {key}"
 
 
 def test_same_bits_every_time(backend):

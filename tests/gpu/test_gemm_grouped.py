@@ -27,7 +27,7 @@ pytestmark = needs_device
 SIZES = [([1, 0, 37, 130], 40), ([0, 0, 0], 16), ([256, 128, 384], 0), ([129, 300, 0, 77, 5, 260], 100)]
 if INTERPRETING:
     SIZES = [([1, 0, 37, 130], 8), ([0, 0], 16)]
-CONFIGS = {"small": gemm_launch.SMALL, "large": gemm_launch.LARGE}
+CONFIGS = {"small": gemm_launch.SMALL, "large": gemm_launch.LARGE, "adding": gemm_launch.ADDING}
 
 
 @pytest.fixture(params=[(b, c) for b in BACKENDS for c in (CONFIGS if b == "gluon" else ["only"])], ids=str)

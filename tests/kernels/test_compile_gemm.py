@@ -15,7 +15,7 @@ from megafp8.kernels.gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
-from megafp8.kernels.gemm_launch import FAST, LARGE, SMALL, Problem
+from megafp8.kernels.gemm_launch import ADDING, FAST, LARGE, SMALL, Problem
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -69,18 +69,24 @@ GLUON = {
     "1D1D bias": (SMALL, (DENSE, BLOCK_1D1D), {"bias": True}),
     "1D1D accumulate": (SMALL, (DENSE, BLOCK_1D1D, FP32, True)),
     "1D1D accumulate large": (LARGE, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D adding": (ADDING, (DENSE, BLOCK_1D1D, FP32, True)),
+    "1D1D written by TMA": (ADDING, (DENSE, BLOCK_1D1D, FP32)),
+    "tensorwise adding": (ADDING, (DENSE, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
     "1D1D accumulate in BF16": (SMALL, (DENSE, BLOCK_1D1D, BF16, True)),
     "grouped tensorwise": (LARGE, (GROUPED_M, TENSORWISE)),
     "grouped 1D2D": (LARGE, (GROUPED_M, BLOCK_1D2D)),
     "grouped 1D2D small": (SMALL, (GROUPED_M, BLOCK_1D2D)),
     "grouped wgrad": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32)),
     "grouped wgrad accumulate": (SMALL, (GROUPED_K, BLOCK_1D1D, FP32, True)),
+    "grouped wgrad adding": (ADDING, (GROUPED_K, BLOCK_1D1D, FP32, True)),
+    "grouped wgrad tensorwise adding": (ADDING, (GROUPED_K, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
     "grouped wgrad tensorwise": (SMALL, (GROUPED_K, TENSORWISE, FP32, True), {"a_dtype": E5M2}),
     "grouped wgrad fast": (FAST, (GROUPED_K, TENSORWISE, FP32, True), {"fast": True}),
 }
 
 
-OUTSIDE_OF_LOOPS = {"1D1D": 2}  # the thread's index, stored before the K loop and loaded after it
+# The thread's index, stored before the K loop and loaded after it.
+OUTSIDE_OF_LOOPS = {"1D1D": 2, "grouped wgrad adding": 2}
 
 
 # Each kernel and scaling, both tile sizes, bias, accumulation, E5M2, fast sums, experts' rows and experts' weights.
@@ -89,6 +95,7 @@ QUICK = {
     "tensorwise fast",
     "1D2D bias",
     "1D1D accumulate",
+    "1D1D adding",
     "grouped 1D2D small",
     "grouped wgrad accumulate",
 }
