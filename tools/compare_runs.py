@@ -14,6 +14,13 @@ A run is within its budget when both gaps are at most `budget + noise`, where th
 the base once more with another seed. Exit code 0: all with a budget are, 1: one isn't, 2: a mistake.
 
 Runs that saw other data or other learning rates than the base are named: their gap is not that of the recipes alone.
+
+With --bytes the table also says what a rank of each run holds (static: weights, FP8 copies, gradients, optimizer state;
+held: by a microbatch for backward) and sends in a step (wire), by the planner's count from the run's args.json; with
+--layout "FLAGS" and --gpus N what it would in such a job:
+
+    tools/compare_runs.py runs/blockwise runs/weight-1d --gpus 4 \\
+        --layout "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
 """
 
 from __future__ import annotations
@@ -21,21 +28,24 @@ from __future__ import annotations
 import argparse
 import io
 import math
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import compare_bytes
 import numpy as np
 
 from megafp8.config.tool_parser import ToolParser
-from megafp8.training.run_log import read_metrics
+from megafp8.training.run_log import EVENTS_FILE, read_lines, read_metrics
 
 
 @dataclass(frozen=True)
 class Run:
     """A run's curves: iteration numbers and losses in nats a token, for training and for validation.
 
-    conditions: iteration -> (consumed samples, learning rate), as far as the lines have them.
+    conditions: iteration -> (consumed samples, learning rate), as far as the lines have them. data: fingerprints of the
+    documents that were read, where the run has told.
     """
 
     label: str
@@ -45,6 +55,7 @@ class Run:
     valid_losses: np.ndarray
     conditions: dict[int, tuple[float | None, float | None]]
     grad_norms: np.ndarray = field(default_factory=lambda: np.array([]))
+    data: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,16 @@ def load_run(path: Path, label: str) -> Run:
         np.array([line["valid_loss"] for line in validation], dtype=float),
         {line["iteration"]: (line.get("consumed_samples"), line.get("learning_rate")) for line in training},
         np.array([line.get("grad_norm", math.nan) for line in training], dtype=float),
+        data_of(path),
     )
+
+
+def data_of(path: Path) -> list[str] | None:
+    """Fingerprints in the last start's event; None where there is none."""
+    events = path / EVENTS_FILE
+    lines, _ = read_lines(events) if events.is_file() else ([], [])
+    told = [line["data"] for line in lines if line.get("event") == "start" and isinstance(line.get("data"), list)]
+    return told[-1] if told else None
 
 
 def short_labels(paths: list[Path]) -> list[str]:
@@ -95,6 +115,8 @@ def default_window(runs: list[Run]) -> int:
 
 def unlike_base(run: Run, base: Run) -> str | None:
     """Says from which iteration on a run's data or learning rate differs from the base's; None when neither does."""
+    if run.data is not None and base.data is not None and run.data != base.data:
+        return f"{run.label}: other documents than {base.label}"
     for iteration in sorted(run.conditions.keys() & base.conditions.keys()):
         (samples, rate), (base_samples, base_rate) = run.conditions[iteration], base.conditions[iteration]
         if samples != base_samples:
@@ -176,18 +198,45 @@ def tail_losses(run: Run, runs: list[Run]) -> np.ndarray:
     return mine[-max(1, len(mine) // 4) :]
 
 
-def table(runs: list[Run], gaps: list[Gap]) -> str:
+def last_common_evaluation(run: Run, base: Run) -> int | None:
+    """Its iteration; None where the two share none."""
+    common = np.intersect1d(run.valid_iterations, base.valid_iterations)
+    return int(common[-1]) if len(common) else None
+
+
+def valid_loss(run: Run, base: Run) -> float | None:
+    """Of the evaluation that the run's gap is of: the last that it shares with the base; else of its own last."""
+    if not len(run.valid_losses):
+        return None
+    common = last_common_evaluation(run, base)
+    return float(run.valid_losses[-1] if common is None else run.valid_losses[run.valid_iterations == common][0])
+
+
+def earlier_evaluation(run: Run, base: Run) -> str | None:
+    """Says of a gap that is of an earlier evaluation than the base's last which one that is."""
+    common = last_common_evaluation(run, base)
+    if common is None or common == base.valid_iterations[-1]:
+        return None
+    reference = float(base.valid_losses[base.valid_iterations == common][0])
+    return f"{run.label}: validation at iteration {common}, where {base.label} had {reference:.4f}"
+
+
+def table(runs: list[Run], gaps: list[Gap], sizes: list[list[str]] | None = None) -> str:
+    """sizes: cells of further columns, `compare_bytes.HEADS`, a row each."""
     width = max(len("run"), *(len(run.label) for run in runs))
     head = f"{'run':{width}}  iterations  train loss  valid loss  train gap  valid gap  largest gap  95% of train gap"
-    lines = [head, "-" * len(head)]
-    for run, gap in zip(runs, gaps, strict=True):
-        losses = tail_losses(run, runs)
-        valid = f"{run.valid_losses[-1]:10.4f}" if len(run.valid_losses) else f"{'-':>10}"
-        common = np.isin(run.valid_iterations, runs[0].valid_iterations).any()
-        last = f"{gap.valid:+9.3%}" if common else f"{'-':>9}"
+    heads = compare_bytes.HEADS if sizes else ()
+    lines = [head + "".join(f"  {name:>12}" for name in heads)]
+    lines.append("-" * len(lines[0]))
+    for number, (run, gap) in enumerate(zip(runs, gaps, strict=True)):
+        losses, evaluated = tail_losses(run, runs), valid_loss(run, runs[0])
+        valid = f"{'-':>10}" if evaluated is None else f"{evaluated:10.4f}"
+        last = f"{'-':>9}" if last_common_evaluation(run, runs[0]) is None else f"{gap.valid:+9.3%}"
         spread = f"  +-{gap.interval:.3%}" if math.isfinite(gap.interval) else ""
         shown = f"{'(base)':>9}" if run is runs[0] else f"{gap.train:+9.3%}  {last}  {gap.largest:11.3%}{spread}"
-        lines.append(f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(losses):10.4f}  {valid}  {shown}")
+        line = f"{run.label:{width}}  {run.iterations[-1]:10d}  {finite_mean(losses):10.4f}  {valid}  {shown}"
+        cells = "".join(f"  {cell:>12}" for cell in sizes[number]) if sizes else ""
+        lines.append(f"{line:{len(head)}}{cells}" if cells else line)
     return "\n".join(lines)
 
 
@@ -222,7 +271,25 @@ def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float
         )
     budgets = {} if args.max_gap is None else {n: args.max_gap for n in labels[1:] if n != args.noise}
     budgets |= parse_budgets(args.budgets or [], labels)
+    if args.gpus is not None and args.gpus < 1:
+        raise ValueError(f"--gpus {args.gpus}: give 1 or more")
     return [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)], budgets
+
+
+def sizes_of(args: argparse.Namespace) -> list[list[str]] | None:
+    """Cells of the bytes' columns, where they are asked for. Raises ValueError, in one line."""
+    if not (args.bytes or args.layout or args.gpus):
+        return None
+    layout = shlex.split(args.layout or "")
+    configs = [compare_bytes.arranged(path, layout, args.gpus) for path in args.runs]
+    return [compare_bytes.run_bytes(config).cells for config in configs]
+
+
+def notes_on(runs: list[Run]) -> list[str]:
+    """What a reader must know of the gaps."""
+    others = runs[1:]
+    unlike = [f"not the same conditions: {note}" for run in others if (note := unlike_base(run, runs[0]))]
+    return [f"note: {n}" for n in (*unlike, *filter(None, (earlier_evaluation(run, runs[0]) for run in others)))]
 
 
 def verdicts(runs: list[Run], gaps: list[Gap], budgets: dict[str, float], noise: str | None) -> list[tuple[bool, str]]:
@@ -264,18 +331,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--budgets", nargs="+", metavar="LABEL=X", help="the same for single runs, by label")
     parser.add_argument("--noise", metavar="LABEL", help="the base with another seed: its gap is allowed on top")
+    parser.add_argument("--bytes", action="store_true", help="also what a rank holds and sends, from args.json")
+    parser.add_argument("--layout", metavar='"FLAGS"', help="--bytes, as if the runs had these flags, too")
+    parser.add_argument("--gpus", type=int, metavar="N", help="--bytes, of a job of so many (default: the run's own)")
     args = parser.parse_args(argv)
     try:
         runs, budgets = read_arguments(args)
+        sizes = sizes_of(args)
     except ValueError as error:
         print(f"compare_runs.py: error: {error}", file=sys.stderr)
         return 2
     window = args.window or default_window(runs)
     gaps = [gap_of(run, runs[0], window) for run in runs]
-    text = table(runs, gaps)
+    text = table(runs, gaps, sizes)
     found = verdicts(runs, gaps, budgets, args.noise)
-    unlike = filter(None, (unlike_base(run, runs[0]) for run in runs[1:]))
-    notes = [*(f"note: not the same conditions: {note}" for note in unlike), *(line for _, line in found)]
+    notes = [*notes_on(runs), *(line for _, line in found)]
     print("\n".join([text, *notes]))
     if args.output:
         try:

@@ -7,6 +7,9 @@ import compare_runs
 import numpy as np
 import pytest
 
+from megafp8.config import parse_args, with_vocab_size, write_args
+from tests.training.runs import flags
+
 
 def write_run(path: Path, losses: dict[int, float], valid: dict[int, float]) -> Path:
     path.mkdir()
@@ -189,3 +192,64 @@ def test_wrong_labels_and_budgets_are_one_line(tmp_path, capsys, argv):
     runs = [str(write_run(tmp_path / n, {1: 4.0}, {})) for n in ("a", "b")]
     assert compare_runs.main([*runs, *argv]) == 2
     assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {argv[0]} {argv[1]}: ")
+
+
+def test_the_validation_column_is_of_the_evaluation_that_the_gap_is_of(tmp_path, capsys):
+    """A run that was evaluated after its last common iteration, and one that stopped early."""
+    base = write_run(tmp_path / "base", {1: 4.0, 2: 4.0}, {4: 2.0, 8: 1.0})
+    longer = write_run(tmp_path / "longer", {1: 4.0, 2: 4.0}, {8: 1.1, 12: 0.5})
+    short = write_run(tmp_path / "short", {1: 4.0, 2: 4.0}, {4: 2.2})
+    assert compare_runs.main([str(base), str(longer), str(short)]) == 0
+    *rows, note = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[3] for row in rows] == ["1.0000", "1.1000", "2.2000"]
+    assert [row.split()[5] for row in rows[1:]] == ["+10.000%", "+10.000%"]
+    assert note == "note: short: validation at iteration 4, where base had 2.0000"
+
+
+def test_runs_that_read_other_documents_are_named(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, {1: 4.0}, {}) for name in ("base", "same", "other", "silent")]
+    for run, data in zip(runs, (["a"], ["a"], ["b"]), strict=False):
+        start = [{"iteration": 0, "event": "start", "data": fingerprints} for fingerprints in (["x"], data)]
+        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in start))
+    assert compare_runs.main([str(run) for run in runs]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
+    assert notes == ["note: not the same conditions: other: other documents than base"]
+
+
+BYTES = {
+    "bf16": (),
+    "blockwise": ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
+    "weight-1d": ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--fp8-weight-tile", "1d"),
+    "fc1-fp8": ("--fp8-format", "e4m3", "--fp8-recipe", "blockwise", "--activation-func-fp8-input-store"),
+}
+
+
+def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
+    """Of saved flags alone: the data and the tokenizer are gone. Copies come on top of BF16 weights, 1D tiles have more
+    scales, fc1's output in FP8 holds less for backward, and what tensor ranks gather is half as long in FP8."""
+    for name, words in BYTES.items():
+        write_run(tmp_path / name, {1: 4.0}, {})
+        size = ("--hidden-size", "512", "--ffn-hidden-size", "1024", "--seq-length", "512", "--swiglu")
+        argv = flags(tmp_path / "gone", "--bf16", *size, "--max-position-embeddings", "512", *words)
+        config = parse_args(argv, env={}, check_files=False)
+        write_args(with_vocab_size(config, 300), tmp_path / name / "args.json")
+    argv = [str(tmp_path / name) for name in BYTES]
+    assert compare_runs.main([*argv, "--bytes"]) == 0
+    alone = {cells[0]: [float(x) for x in cells[-3:]] for cells in rows_of(capsys)}
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel"
+    assert compare_runs.main([*argv, "--gpus", "2", "--layout", layout]) == 0
+    apart = {cells[0]: [float(x) for x in cells[-3:]] for cells in rows_of(capsys)}
+    assert all(cells[2] == 0 for cells in alone.values())
+    assert all(apart[name][0] < alone[name][0] for name in BYTES)
+    assert alone["bf16"][0] < alone["blockwise"][0] < alone["weight-1d"][0]
+    assert alone["fc1-fp8"][1] < alone["blockwise"][1] < alone["bf16"][1]
+    assert apart["blockwise"][2] < apart["bf16"][2]
+    (tmp_path / "bf16" / "args.json").unlink()
+    for wrong, words in (([*argv, "--bytes"], "args.json: not there"), ([*argv[1:], "--gpus", "0"], "--gpus 0")):
+        assert compare_runs.main(wrong) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+
+
+def rows_of(capsys):
+    return [line.split() for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("note")]
