@@ -7,27 +7,45 @@
 #   bash examples/regression.sh flags blockwise        what makes a run what it is
 #
 # Runs may be made in several sessions and on several machines: copy their directories together (without checkpoints)
-# before the report. They must have read the same corpus, whose digest is in RUNS/corpus.log.
+# before the report. They must have read the same corpus: its digest is in each run's corpus.log, and the report names
+# runs that read other documents.
 #
 #   RUNS=DIR       where everything goes (default runs/regression)
+#   DATA=DIR       where corpus, tokenizer and tokens go (default RUNS/data)
 #   SIZE=full      110 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
+#   SIZE=small     18 M parameters, 20 M tokens: for ablations
 #   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
+#   JOBS=N         so many runs at once on the one GPU (default 1), for small ones that leave it idle
 #   MINUTES=N      stop each run after N minutes with a checkpoint; the next `train` goes on from there
 #   EXTRA="..."    more flags of pretrain_gpt.py, for every run
+#   GPUS=N         in a report, bytes of a rank of N GPUs with two tensor-parallel ranks, not those of the run itself
 set -euo pipefail
 cd "$(dirname "$0")/.."
-runs=${RUNS:-runs/regression} size=${SIZE:-full} data=${RUNS:-runs/regression}/data
+runs=${RUNS:-runs/regression} size=${SIZE:-full}
+data=${DATA:-$runs/data}
 
-if [ "$size" = full ]; then
+case $size in
+full)
     # Wide and shallow, since that is quickest on a GPU; a batch is one microbatch. The evaluations read 2.1 M tokens each.
     vocabulary=8192 mib=540 iterations=1150
     MODEL=(--num-layers 3 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 12 --seq-length 1024)
     BATCH=(--micro-batch-size 128 --global-batch-size 128 --lr-warmup-iters 100 --eval-interval 575 --eval-iters 16)
-else
+    ;;
+small)
+    vocabulary=8192 mib=90 iterations=320
+    MODEL=(--num-layers 4 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 512)
+    BATCH=(--micro-batch-size 128 --global-batch-size 128 --lr-warmup-iters 40 --eval-interval 160 --eval-iters 8)
+    ;;
+tiny)
     vocabulary=512 mib=4 iterations=60
     MODEL=(--num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --seq-length 64)
     BATCH=(--micro-batch-size 8 --global-batch-size 8 --lr-warmup-iters 6 --eval-interval 30 --eval-iters 4)
-fi
+    ;;
+*)
+    echo "regression.sh: SIZE=$size is none of full, small, tiny" >&2
+    exit 2
+    ;;
+esac
 length=${MODEL[9]}
 MODEL+=(--max-position-embeddings "$length" --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0)
@@ -68,36 +86,52 @@ prepare() {
     mkdir -p "$data"
     [ -f "$data/tokenizer.json" ] ||
         python examples/regression_corpus.py --output "$data/corpus.jsonl" --max-mib "$mib" \
-            --tokenizer "$data/tokenizer.json" --vocab-size "$vocabulary" | tee "$runs/corpus.log"
+            --tokenizer "$data/tokenizer.json" --vocab-size "$vocabulary" | tee "$data/corpus.log"
     [ -f "$data/tokens_text_document.idx" ] || {
         python tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/tokens" --append-eod \
-            "${TOKENIZER[@]}" --log-interval 0 | tee -a "$runs/corpus.log"
-        sha256sum < "$data/tokens_text_document.bin" | sed 's/^\(.\{16\}\).*/tokens: digest \1/' | tee -a "$runs/corpus.log"
+            "${TOKENIZER[@]}" --log-interval 0 | tee -a "$data/corpus.log"
+        sha256sum < "$data/tokens_text_document.bin" | sed 's/^\(.\{16\}\).*/tokens: digest \1/' | tee -a "$data/corpus.log"
     }
 }
 
+train_one() { # train_one NAME: every line of its log begins with that
+    local name=$1 dir=$runs/$1 extra
+    extra=$(flags "$name")
+    if [ -f "$dir/done" ]; then
+        echo "already trained: $name"
+        return
+    fi
+    mkdir -p "$dir"
+    cp "$data/corpus.log" "$dir/"
+    # shellcheck disable=SC2086 # a run's flags are words
+    python pretrain_gpt.py "${MODEL[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${TOKENS[@]}" $extra --log-dir "$dir" \
+        ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints" --save-interval 100000} \
+        ${EXTRA:-} 2>&1 | sed -u "s/^/$name: /"
+    if tail -n 1 "$dir/metrics.jsonl" | grep -q "\"iteration\": $iterations,"; then
+        touch "$dir/done"
+    fi
+}
+
 train() { # train NAME...
-    local name extra dir
+    local name failed=0
     for name in "$@"; do
-        extra=$(flags "$name") dir=$runs/$name
-        if [ -f "$dir/done" ]; then
-            echo "already trained: $name"
-            continue
-        fi
-        echo "== $name"
-        # shellcheck disable=SC2086 # a run's flags are words
-        python pretrain_gpt.py "${MODEL[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${TOKENS[@]}" $extra --log-dir "$dir" \
-            ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints" --save-interval 100000} \
-            ${EXTRA:-}
-        cp "$runs/corpus.log" "$dir/"
-        if tail -n 1 "$dir/metrics.jsonl" | grep -q "\"iteration\": $iterations,"; then
-            touch "$dir/done"
-        fi
+        flags "$name" > /dev/null
     done
+    for name in "$@"; do
+        while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do
+            wait -n || failed=$?
+        done
+        train_one "$name" &
+    done
+    while [ "$(jobs -p | wc -l)" -gt 0 ]; do
+        wait -n || failed=$?
+    done
+    return "$failed"
 }
 
 report() {
-    local name found=() paths=() noise=() budgets=()
+    local name found=() paths=() noise=() budgets=() wide
+    wide="--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --micro-batch-size $((BATCH[1] / 2))"
     for name in "${ORDER[@]}"; do
         [ ! -f "$runs/$name/metrics.jsonl" ] || found+=("$name") paths+=("$runs/$name")
     done
@@ -109,12 +143,12 @@ report() {
         esac
     done
     python tools/compare_runs.py "${paths[@]}" --labels "${found[@]}" --output "$runs/report.html" "${noise[@]}" \
-        ${budgets:+--budgets "${budgets[@]}"}
+        --bytes ${GPUS:+--gpus "$GPUS" --layout "$wide"} ${budgets:+--budgets "${budgets[@]}"}
 }
 
 command=${1:-help}
 shift || true
 case $command in
 prepare | train | report | flags) "$command" "$@" ;;
-*) sed -n '2,17s/^# \?//p' "$0" ;;
+*) sed -n '2,23s/^# \?//p' "$0" ;;
 esac
