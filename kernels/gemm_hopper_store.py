@@ -74,12 +74,22 @@ def load_stage(out, ring, stage, g, row, column, o):
 
 
 @gluon.jit
+def _scaled(x, scale, o):
+    """x under tensorwise scales; rounded before it is added to C, as if it were added later."""
+    if o.SCALING == tensorwise:
+        if o.ACCUMULATE:
+            scales = gl.full(x.shape, 1.0, gl.float32, x.type.layout) * scale
+            x = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, scales], dtype=gl.float32,
+                                          is_pure=True, pack=1)  # fmt: skip
+        else:
+            x *= scale
+    return x
+
+
+@gluon.jit
 def _add(x, out, memory, index, scale, g, row, column, o):
     """Adds to a piece of C that has come, and sends it back."""
-    if o.SCALING == tensorwise:  # rounded before it is added, as if it were added later
-        scales = gl.full(x.shape, 1.0, gl.float32, x.type.layout) * scale
-        x = gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, scales], dtype=gl.float32, is_pure=True,
-                                      pack=1)  # fmt: skip
+    x = _scaled(x, scale, o)
     piece = _piece(memory, index)
     piece.store(piece.load(x.type.layout) + x)
     fence_async_shared()
@@ -147,8 +157,7 @@ def _store_tma(x, out, buffer, g, row, column, o):
 @gluon.jit
 def store(x, out, buffer, scale, g, row, column, row_start, row_end, N, o):
     """Writes one 64 x 64 piece. By TMA, which clips at C's edges, unless the piece crosses an end of its group."""
-    if o.SCALING == tensorwise:
-        x *= scale
+    x = _scaled(x, scale, o)
     if o.HAS_BIAS:
         columns = column + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
         bias = gl.load(out.bias + columns, mask=columns < N, other=0.0).to(gl.float32)
