@@ -11,22 +11,26 @@ class RecipeTraits:
 
     Attributes:
         hybrid: takes e5m2, so --fp8-format hybrid.
-        tiled: has scale tiles whose shape can be chosen.
+        block: length of its scale tiles, whose shape can be chosen; None: one scale a tensor.
         power_of_two: whether scales can be rounded to powers of two or not (MXFP8's always are).
         history: takes scales from a history of amaxes.
     """
 
     hybrid: bool
-    tiled: bool
+    block: int | None
     power_of_two: bool
     history: bool
 
+    @property
+    def tiled(self) -> bool:
+        return self.block is not None
+
 
 RECIPES = {
-    "tensorwise": RecipeTraits(hybrid=True, tiled=False, power_of_two=True, history=False),
-    "blockwise": RecipeTraits(hybrid=True, tiled=True, power_of_two=True, history=False),
-    "mxfp8": RecipeTraits(hybrid=False, tiled=True, power_of_two=False, history=False),
-    "delayed": RecipeTraits(hybrid=True, tiled=False, power_of_two=True, history=True),
+    "tensorwise": RecipeTraits(hybrid=True, block=None, power_of_two=True, history=False),
+    "blockwise": RecipeTraits(hybrid=True, block=128, power_of_two=True, history=False),
+    "mxfp8": RecipeTraits(hybrid=False, block=32, power_of_two=False, history=False),
+    "delayed": RecipeTraits(hybrid=True, block=None, power_of_two=True, history=True),
 }
 DEFAULT_RECIPE = {"e4m3": "blockwise", "hybrid": "tensorwise"}
 

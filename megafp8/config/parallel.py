@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megafp8.config.flags import derived, flag
 
+SCHEDULES = {"1f1b": False, "gpipe": False, "zero-bubble": True}
+"""Of a pipeline: name -> whether it defers weight gradients."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -39,7 +42,7 @@ class ParallelConfig:
     pipeline_schedule: str = flag(
         "1f1b",
         "Order of forwards and backwards in a pipeline; zero-bubble defers weight gradients to fill the bubble.",
-        choices=("1f1b", "gpipe", "zero-bubble"),
+        choices=tuple(SCHEDULES),
     )
     wgrad_queue_mib: int | None = flag(
         None,

@@ -104,10 +104,12 @@ def from_config(config: Config) -> Policy:
     return Policy(recipe_of(config), keep, flags, others, SmallLinears(config))
 
 
-def check_gemms(config: Config, device: torch.device) -> None:
-    """Before a model is built: raises ValueError where the backend that is asked for can't run a recipe's GEMMs."""
-    policy, backend = from_config(config), config.fp8.fp8_gemm_backend
-    for recipe in (policy.recipe, *(other for _, other in policy.others)):
+def check_gemms(recipes: Iterable[Recipe | None], backend: str, device: torch.device) -> None:
+    """Before a model is built: raises ValueError where the backend that is asked for can't run a recipe's GEMMs.
+
+    recipes: of the model's linears.
+    """
+    for recipe in dict.fromkeys(recipes):
         reason = None if recipe is None else gemm.refusal(recipe, device, backend)
         if reason is not None:
             raise ValueError(f"--fp8-gemm-backend {backend} with --fp8-recipe {recipe.name}: {reason}; use auto")

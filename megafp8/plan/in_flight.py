@@ -67,11 +67,11 @@ def actions_of(config: Config, stage: int) -> tuple[Action, ...]:
 
 def in_flight(config: Config, stage: int, phases: Sequence[Sequence[Phase]]) -> InFlight:
     """Returns the moment of most bytes in a step of pipeline rank `stage`; phases: of each of its stages."""
-    waits = config.parallel.pipeline_schedule == "zero-bubble"
-    held = held_stages(config, stage)
+    actions, held = actions_of(config, stage), held_stages(config, stage)
+    waits = any(action.kind is Kind.WEIGHT for action in actions)
     chunks = [_chunk(p, operands_bytes(config, chunk) if waits else 0) for p, chunk in zip(phases, held, strict=True)]
     limit = config.parallel.wgrad_queue_mib
-    found = most_held(actions_of(config, stage), chunks, None if limit is None else limit << 20)
+    found = most_held(actions, chunks, None if limit is None else limit << 20)
     data = Sizes.of(config).tokens * BATCH_BYTES
     return InFlight(found.held + found.microbatches * data, found.pairs, found.extra, found.microbatches)
 

@@ -20,6 +20,7 @@ from megafp8.fp8 import DelayedScaling, policy
 from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedule
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
+from megafp8.plan.shapes import linears
 from megafp8.training.memory_savings import savings
 from megafp8.training.places import check_places
 from megafp8.training.step import PipelinePlan
@@ -108,10 +109,10 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     Raises ValueError, in one line, for what is wrong with flags or files, a model that memory doesn't hold included.
     """
     check_places(config, parallel)
-    policy.check_gemms(config, device)
     set_determinism(config, device)
     tokenizer = build_tokenizer(config.data)
     config = with_vocab_size(config, tokenizer.vocab_size)
+    policy.check_gemms((linear.recipe for linear in linears(config)), config.fp8.fp8_gemm_backend, device)
     datasets = build_datasets(config.data, tokenizer, sample_counts(config), seed=config.train.seed)
     schedule = build_schedule(config)
     timers = Timers(device, config.logging.timing_log_level)

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from megafp8.config import parse_args
+from megafp8.config import parse_args, with_vocab_size
 from megafp8.fp8 import Linear, gemm, gemm_speed, get_recipe, policy, reference, scaled_mm, triton_gemm
 from megafp8.fp8.formats import Scale
+from megafp8.plan.shapes import linears
 
 HOPPER = gemm.Capability(cublaslt=True, triton=True)
 ADA = gemm.Capability(cublaslt=True)
@@ -117,16 +118,19 @@ def test_fast_accumulation_reaches_fprop_alone(backend, fast, device, monkeypatc
         (BLACKWELL, "e4m3 --fp8-recipe mxfp8 --fp8-gemm-backend triton", None),
         (BLACKWELL, "e4m3 --fp8-gemm-backend triton", None),
         (HOPPER, "e4m3 --fp8-recipe mxfp8", None),
+        (HOPPER, "e4m3 --fp8-recipe mxfp8 --fp8-module-recipes *=blockwise --fp8-gemm-backend triton", None),
+        (HOPPER, "e4m3 --fp8-module-recipes *.fc1=mxfp8 *=blockwise --fp8-gemm-backend triton", None),
     ],
 )
 def test_what_a_run_asks_for_is_checked_before_it_starts(capability, flags, reason, device):
     device(capability)
-    config = parse_args(f"{SMALL} {flags}".split())
+    config = with_vocab_size(parse_args(f"{SMALL} {flags}".split()), 256)
+    recipes, backend = [linear.recipe for linear in linears(config)], config.fp8.fp8_gemm_backend
     if reason is None:
-        policy.check_gemms(config, torch.device("cpu"))
+        policy.check_gemms(recipes, backend, torch.device("cpu"))
     else:
         with pytest.raises(ValueError, match=f"^--fp8-gemm-backend .*{reason}"):
-            policy.check_gemms(config, torch.device("cpu"))
+            policy.check_gemms(recipes, backend, torch.device("cpu"))
 
 
 def test_experts_ask_for_what_their_kernels_know(device):

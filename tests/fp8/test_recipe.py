@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megafp8.config.fp8 import RECIPES as TRAITS
 from megafp8.fp8 import get_recipe
 from megafp8.fp8.formats import E4M3, E5M2, Scale
 from megafp8.fp8.recipe import RECIPES, ROLES
@@ -30,7 +31,8 @@ def test_presets(name):
         assert spec.scale is scale
         assert spec.format == (gradient if role == "grad_output" else E4M3)
         assert spec.amax_epsilon == 0
-    assert recipe.uses_history == (name == "delayed")
+    assert recipe.uses_history == (name == "delayed") == TRAITS[name].history, "what flags think"
+    assert TRAITS[name].block == (block or None)
 
 
 @pytest.mark.parametrize(

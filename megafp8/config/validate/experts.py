@@ -91,7 +91,8 @@ def _library(c: Config) -> str | None:
     for name in ("moe_shared_expert_overlap", "moe_fp8_combine_grad"):
         if c.value(name):
             return f"{flex} goes without {flag_of(name)}; drop one of them, or use alltoall"
-    if p.moe_fp8_dispatch and (c.fp8.fp8_recipe != "blockwise" or c.model.hidden_size % 128):
+    traits = RECIPES.get(c.fp8.fp8_recipe)
+    if p.moe_fp8_dispatch and (traits is None or traits.block != 128 or c.model.hidden_size % 128):
         return f"{flex} with --moe-fp8-dispatch: the library's scales are of 128 values; use --fp8-recipe blockwise"
     return None
 

@@ -1,6 +1,7 @@
 """Checks of pipeline and context parallelism."""
 
 from megafp8.config.config import Config, flag_of
+from megafp8.config.parallel import SCHEDULES
 from megafp8.config.pipeline import pipeline_stages
 
 SPLITS = (
@@ -30,8 +31,9 @@ def pipeline(c: Config) -> str | None:
             f"{flag_of('microbatch_group_size_per_vp_stage')} {group} is less than --pipeline-model-parallel-size "
             f"{p.pipeline_model_parallel_size}: stages would wait for each other; raise it"
         )
-    if p.wgrad_queue_mib is not None and p.pipeline_schedule != "zero-bubble":
-        return f"--wgrad-queue-mib {p.wgrad_queue_mib} needs --pipeline-schedule zero-bubble; add it"
+    if p.wgrad_queue_mib is not None and not SCHEDULES[p.pipeline_schedule]:
+        able = " or ".join(name for name, defers in SCHEDULES.items() if defers)
+        return f"--wgrad-queue-mib {p.wgrad_queue_mib} needs --pipeline-schedule {able}; add it"
     return None
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 from torch.distributed.pipelining import schedules as oracle
 
+from megafp8.config.parallel import SCHEDULES as CONFIGURED
 from megafp8.core.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -220,3 +221,9 @@ def test_costs_and_messages_count():
     schedule = build_schedule("1f1b", 2, 1, 1)
     assert simulate(schedule, Costs(2, 3, 4, 0.5)).length == 2 * (2 + 7) + 2 * 0.5
     assert simulate(build_schedule("1f1b", 1, 1, 3), Costs(2, 3, 4, 9)).bubble == 0
+
+
+def test_flags_know_which_schedules_there_are_and_which_defer():
+    assert set(CONFIGURED) == set(SCHEDULES)
+    for name, defers in CONFIGURED.items():
+        assert build_schedule(name, 2, 1, 4).defers is defers, name
