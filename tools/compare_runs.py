@@ -7,8 +7,9 @@
 
 The first run is the base. The gap of a run is (its loss - base loss) / base loss over the iterations that both have:
 of the training loss as the mean over the last quarter of them (one iteration is noise), of the validation loss at the
-last common evaluation. The largest smoothed gap along the curve is shown too, and the 95% confidence interval of the
-training gap: from the means of blocks of neighbouring iterations, whose losses hang together.
+last common evaluation. The largest smoothed gap along the curve (where at least half of the window is there) is shown
+too, and the 95% confidence interval of the training gap: from the means of blocks of neighbouring iterations, whose
+losses hang together.
 
 A run is within its budget when both gaps are at most `budget + noise`, where the noise is the gap of the --noise run:
 the base once more with another seed. Exit code 0: all with a budget are, 1: one isn't, 2: a mistake.
@@ -128,7 +129,8 @@ def unlike_base(run: Run, base: Run) -> str | None:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Mean over a centred window of `window` values; towards the ends it narrows on both sides, so that it stays
-    centred (else a falling curve would start too low and end too high). NaN values (skipped steps) are left out."""
+    centred (else a falling curve would start too low and end too high). NaN where less than half of it is left: a mean
+    of one or two values would jump as they do. NaN values (skipped steps) are left out of the means."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
@@ -136,7 +138,8 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     half = np.minimum(window // 2, np.minimum(places, places[::-1]))
     first, last = places - half, places + half + 1
     total, count = sums[last] - sums[first], counts[last] - counts[first]
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+    wide = half >= (window // 2 + 1) // 2
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=wide & (count > 0))
 
 
 def finite_mean(values: np.ndarray) -> float:
@@ -179,8 +182,7 @@ def gap_of(run: Run, base: Run, window: int) -> Gap:
         reference = finite_mean(base.losses[theirs][-tail:])
         train = (finite_mean(run.losses[mine][-tail:]) - reference) / reference
         interval = half_interval((run.losses[mine][-tail:] - base.losses[theirs][-tail:]) / reference)
-        curve, half = np.abs(gap_curve(run, base, window)[1]), window // 2
-        curve = curve[half : len(curve) - half] if len(curve) > 2 * half else curve
+        curve = np.abs(gap_curve(run, base, window)[1])
         largest = float(curve[np.isfinite(curve)].max(initial=-1.0))
         largest = largest if largest >= 0 else float("nan")
     common, mine, theirs = np.intersect1d(run.valid_iterations, base.valid_iterations, return_indices=True)

@@ -29,13 +29,27 @@ def test_gap_is_of_the_last_quarter_of_common_iterations(tmp_path):
     assert gap.largest == pytest.approx(1.25)
 
 
-def test_smoothing_keeps_means_and_ends():
+def test_smoothing_keeps_means_and_leaves_out_ends():
     values = np.arange(10, dtype=float)
     assert np.array_equal(compare_runs.smooth(values, 1), values)
     smoothed = compare_runs.smooth(values, 3)
-    assert np.allclose(smoothed, values)
+    assert np.allclose(smoothed[1:-1], values[1:-1])
+    assert np.isnan(smoothed[[0, -1]]).all()
     noisy = np.array([4.0, 1.0, 1.0, 7.0, 2.0])
-    assert np.allclose(compare_runs.smooth(noisy, 5), [4, 2, 3, 10 / 3, 2])
+    assert np.allclose(compare_runs.smooth(noisy, 5)[1:-1], [2, 3, 10 / 3])
+
+
+def test_noise_at_the_end_of_a_curve_is_no_gap(tmp_path):
+    """One point that jumps by 2% must not show as a gap where the window has narrowed to it."""
+    base = write_run(tmp_path / "a", dict.fromkeys(range(1, 201), 4.0), {})
+    other = write_run(tmp_path / "b", {i: 4.08 if i in (1, 200) else 4.0 for i in range(1, 201)}, {})
+    runs = [compare_runs.load_run(path, path.name) for path in (base, other)]
+    window = compare_runs.default_window(runs)
+    iterations, curve = compare_runs.gap_curve(runs[1], runs[0], window)
+    assert window == 13
+    assert np.nanmax(np.abs(curve)) == pytest.approx(0.02 / 7), "half of the window is there, at least"
+    assert np.isfinite(curve[(iterations > 3) & (iterations < 198)]).all()
+    assert compare_runs.gap_of(runs[1], runs[0], window).largest < 0.003
 
 
 def test_skipped_steps_leave_the_rest_of_the_curve(tmp_path, capsys):
