@@ -37,6 +37,14 @@ class ScalingHistory(Protocol):
         """Max-accumulates this step's amax (FP32, one element)."""
         ...
 
+    def scales(self, names: tuple[str, ...]) -> Tensor | None:
+        """`scale` of several tensors, FP32 [len(names)]."""
+        ...
+
+    def record_all(self, names: tuple[str, ...], amaxes: Tensor) -> None:
+        """`record` of several tensors; amaxes: FP32 [len(names)]."""
+        ...
+
 
 class Statistics:
     """What modules report in the forwards of one step, by name: FP64 device tensors, so nothing waits for them.

@@ -42,6 +42,7 @@ class DelayedScaling:
         count = len(self._index)
         self._fmax = torch.tensor([fmax[name] for name in self._index], dtype=torch.float32, device=device)
         self._history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
+        self._columns: dict[tuple[str, ...], Tensor] = {}
         self._steps = 0
         self._set_scales(torch.ones(count, dtype=torch.float32, device=device))
 
@@ -61,6 +62,7 @@ class DelayedScaling:
     def _set_scales(self, scales: Tensor) -> None:
         self._scales = scales
         self._views = list(scales.split(1))  # one object a step and tensor: Weight compares them by identity
+        self._together: dict[tuple[str, ...], Tensor] = {}  # the same of several
 
     def names(self) -> Iterable[str]:
         """Global tensor names, in the order of `pending()`."""
@@ -74,6 +76,22 @@ class DelayedScaling:
         """Max-accumulates an amax (FP32, one element) of this step."""
         slot = self._history[0, self._index[name] : self._index[name] + 1]
         torch.maximum(slot, amax.view(1), out=slot)
+
+    def scales(self, names: tuple[str, ...]) -> Tensor | None:
+        """`scale` of several tensors, FP32 [len(names)]: one object a step."""
+        if self._steps and names not in self._together:
+            self._together[names] = self._scales[self._columns_of(names)]
+        return self._together.get(names)
+
+    def record_all(self, names: tuple[str, ...], amaxes: Tensor) -> None:
+        """`record` of several tensors; amaxes: FP32 [len(names)]."""
+        columns, slot = self._columns_of(names), self._history[0]
+        slot[columns] = torch.maximum(slot[columns], amaxes)
+
+    def _columns_of(self, names: tuple[str, ...]) -> Tensor:
+        if names not in self._columns:
+            self._columns[names] = torch.tensor([self._index[name] for name in names], device=self._history.device)
+        return self._columns[names]
 
     def pending(self) -> Tensor:
         """This step's amaxes, FP32 [N], contiguous: one packed max all-reduce, in place, before `advance()`."""

@@ -36,6 +36,14 @@ def amax(quantizer: Quantizer, x: Tensor, ends: Tensor) -> Tensor:
     return found.scatter_reduce_(0, _expert_of_rows(x, ends), of_rows, "amax")[:-1]
 
 
+def amax_for(quantizer: Quantizer, scales: Tensor) -> Tensor:
+    """FP32 [G]: amaxes from which the quantizer makes exactly these scales.
+
+    Rounded quotients come back: of every FP32 a, fmax / (fmax / (fmax / a)) is fmax / a. A test tries all mantissas.
+    """
+    return torch.div(torch.full_like(scales, quantizer.spec.format.fmax), scales)
+
+
 def quantize(
     quantizer: Quantizer,
     x: Tensor,

@@ -6,16 +6,16 @@
 
 Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
 tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor no rows
-are filled in: each linear's have a scale of their own (`expert_scales.py`). Sizes stay on the device. Rows past the
-last end are nobody's: they may hold anything, and no GEMM reads them.
+are filled in: each linear's have a scale of their own (`expert_scales.py`), from their amax or from a history. Sizes
+stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM reads them.
 
 What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,16 +32,17 @@ from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import WeightStack, stacked
 from megafp8.fp8.wgrad import Wgrad, put
-from megafp8.step import StepContext
+from megafp8.step import ScalingHistory, StepContext
 
 
 @dataclass(eq=False)
 class GroupedArgs(LinearArgs):
     """stack: the weights; `weight` is the first one's. ends: int32 [G], one past each linear's last row; alignment: a
-    number that all of them are multiples of. names: of the linears."""
+    number that all of them are multiples of. names: of the linears; places: role -> "<linear>/<role>" of each."""
 
     stack: WeightStack | None = None
     names: tuple[str | None, ...] = ()
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends: Tensor | None = None
     alignment: int = 1
 
@@ -53,10 +54,39 @@ class GroupedArgs(LinearArgs):
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
         return None if self.scale_each else Want(self.recipe.quantizer("input"), rowwise, colwise)
 
+    @property
+    def history(self) -> ScalingHistory | None:
+        return self.step.scaling if self.step is not None and self.recipe.uses_history else None
+
+    def history_scales(self, role: str) -> Tensor | None:
+        """FP32 [G]: the history's; None where scales come from the operands."""
+        return None if self.history is None else self.history.scales(self.places[role])
+
+    def amax(self, role: str, x: Tensor) -> Tensor:
+        """FP32 [G]: with `scale_each`, what each linear's scale is made from. A history is told the rows' amaxes."""
+        quantizer, scales = self.recipe.quantizer(role), self.history_scales(role)
+        # As in dense linears: a recomputed forward has the step's only backward.
+        records = self.history is not None and (self.records if role == "input" else self.step.training)
+        own = expert_scales.amax(quantizer, x, self.ends) if records or scales is None else None
+        if records:
+            self.history.record_all(self.places[role], own)
+        return own if scales is None else expert_scales.amax_for(quantizer, scales)
+
+    def weight_operand(self, gemm_name: str) -> QuantizedStorage:
+        if self.history is None:
+            return self.stack.operand(gemm_name)
+        if gemm_name == "fprop" and self.records:
+            self.history.record_all(self.places["weight"], self.stack.amax())
+        for weight in self.stack.weights:
+            if weight.primary is not None and weight.primary.scale is not self.history.scale(weight.history_name):
+                raise RuntimeError("FP8 primary weights have other scales than the history: Optimizer.write_weights()")
+        return self.stack.operand(gemm_name, self.history_scales("weight"))
+
     def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool, amax: Tensor | None = None) -> Quantized:
-        """All linears' rows. amax: with `scale_each`, of each linear's, instead of its rows' own."""
+        """All linears' rows. amax: with `scale_each`, what each linear's scale is made from, if that is known."""
         quantizer = self.recipe.quantizer(role)
         if self.scale_each:
+            amax = self.amax(role, x) if amax is None else amax
             return expert_scales.quantize(quantizer, x, self.ends, rowwise, colwise, amax)
         return quantizer.quantize(x, rowwise, colwise)
 
@@ -89,9 +119,9 @@ def runs_grouped(recipe: Recipe | None) -> bool:
 
 
 def _own_scales(linear: Linear) -> bool:
-    """Whether a linear has one scale a tensor, made from this rank's values of it alone."""
+    """Whether a linear has one scale a tensor, made from this rank's values of it alone, or a history of those."""
     recipe = linear.recipe
-    if recipe is None or recipe.uses_history or set(recipe.tiles.values()) != {"tensor"}:
+    if recipe is None or set(recipe.tiles.values()) != {"tensor"}:
         return False
     scalings = linear.facts().scalings
     return all(scalings[role, False].cut is None for role in ROLES)
@@ -109,6 +139,7 @@ class GroupedLinear:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         self._stack: WeightStack | None = None
+        self._places = {role: tuple(f"{linear.name}/{role}" for linear in linears) for role in ROLES}
 
     @property
     def stack(self) -> WeightStack:
@@ -143,6 +174,7 @@ class GroupedLinear:
         ends: int32 [G] on the device, multiples of `alignment`. producer, tensors, grad_want: as in `Linear`.
         """
         first, stack = self.linears[0], self.stack
+        step = first._step(step)
         args = GroupedArgs(
             weight=stack.weights[0],
             recipe=first.recipe,
@@ -158,6 +190,7 @@ class GroupedLinear:
             grad_want=grad_want,
             stack=stack,
             names=tuple(linear.name for linear in self.linears),
+            places=self._places,
             ends=ends,
             alignment=alignment,
         )
@@ -175,7 +208,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         if args.producer is not None:
             x, made = produce(x, tensors, args, needs_wgrad)
             if args.scale_each:  # the value that backward makes again may be another, but has the same scale
-                amax = expert_scales.amax(args.recipe.quantizer("input"), x, args.ends)
+                amax = args.amax("input", x)
                 made = (*made, amax) if args.keep else ()
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
@@ -209,7 +242,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 def _fprop_fp8(
     x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool, amax: Tensor | None = None
 ) -> tuple[Tensor, QuantizedStorage | Tensor | None]:
-    """Y, and what to keep of x for wgrad. amax: of each linear's rows, where it is known already."""
+    """Y, and what to keep of x for wgrad. amax: what each linear's scale is made from, where that is known already."""
     orientation = args.needs("input")["wgrad"]
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     remakes = args.requantize_input and args.producer is not None
@@ -220,7 +253,7 @@ def _fprop_fp8(
     shown = args.producer is not None and value is None  # a producer's bytes have been shown
     if not shown and args.step is not None and args.step.records:
         args.observe("input", given, lambda: value)
-    weight, fast = args.stack.operand("fprop"), args.recipe.fast_accumulation
+    weight, fast = args.weight_operand("fprop"), args.recipe.fast_accumulation
     y = gemm.grouped_fprop(given.rowwise, weight, args.ends, args.dtype, args.backend, fast)
     if remakes or not needs_wgrad:
         return y, None
@@ -260,7 +293,7 @@ def _backward_fp8(
         args.observe("grad_output", quantized, lambda: value)
     dx, others = None, ()
     if needs_dgrad:
-        weight = args.stack.operand("dgrad")
+        weight = args.weight_operand("dgrad")
         dx = gemm.grouped_dgrad(pick(quantized, needs["dgrad"]), weight, ends, args.dtype, args.backend)
     if isinstance(x, Remade):
         if needs_dgrad:

@@ -44,6 +44,12 @@ def stack_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
+def _ends(values: Tensor) -> Tensor:
+    """int32 [G], one past each weight's last row of `[G, N, K]` as `[G N, K]`."""
+    count, rows = values.shape[:2]
+    return torch.arange(rows, (count + 1) * rows, rows, dtype=torch.int32, device=values.device)
+
+
 class WeightStack:
     """weights: of one recipe, shape and dtype, in order."""
 
@@ -53,7 +59,9 @@ class WeightStack:
         self.recipe: Recipe | None = weights[0].recipe
         self.keep_transposed = all(weight.keep_transposed for weight in weights)
         self._key: tuple | None = None
+        self._scales: Tensor | None = None
         self._copies: dict[str, QuantizedStorage] = {}
+        self._amax: tuple[tuple, Tensor] | None = None
 
     def is_of(self, weights: Sequence[Weight]) -> bool:
         return len(weights) == len(self.weights) and all(a is b for a, b in zip(weights, self.weights, strict=True))
@@ -65,11 +73,30 @@ class WeightStack:
         view = stacked(self.params)
         return (torch.stack([p.detach() for p in self.params]) if view is None else view).to(dtype)
 
-    def operand(self, gemm_name: str) -> QuantizedStorage:
-        """The FP8 operand of "grouped_fprop" or "grouped_dgrad", derived at most once a version."""
-        key = tuple(weight.version_key() for weight in self.weights)
-        if key != self._key:
-            self._key, self._copies = key, {}
+    def _versions(self) -> tuple:
+        return tuple(weight.version_key() for weight in self.weights)
+
+    def amax(self) -> Tensor:
+        """FP32 [G]: the weights' amaxes (tensor tiles), once a version."""
+        key = self._versions()
+        if self._amax is None or self._amax[0] != key:
+            self._amax = key, self._measure()
+        return self._amax[1]
+
+    def _measure(self) -> Tensor:
+        if self.weights[0].primary is not None:
+            return torch.cat([weight.primary.amax.view(1) for weight in self.weights])
+        values = self.values(self.params[0].dtype)
+        return expert_scales.amax(self.recipe.quantizer("weight"), values.flatten(0, 1), _ends(values))
+
+    def operand(self, gemm_name: str, scales: Tensor | None = None) -> QuantizedStorage:
+        """The FP8 operand of "grouped_fprop" or "grouped_dgrad", derived at most once a version.
+
+        scales: delayed scaling's, FP32 [G], of which there is one object a step; None takes them from the weights.
+        """
+        key = self._versions()
+        if key != self._key or scales is not self._scales:
+            self._key, self._scales, self._copies = key, scales, {}
         orientation = gemm.needs(self.recipe, "weight", self.params[0].device)[gemm_name]
         if orientation in self._copies:
             return self._copies[orientation]
@@ -82,17 +109,16 @@ class WeightStack:
         quantizer = self.recipe.quantizer("weight")
         tile = quantizer.spec.tile
         if orientation == "colwise" and tile.symmetric:
-            row = self.operand("fprop")
+            row = self.operand("fprop", self._scales)
             scales = row.scale_inv if tile.kind == "tensor" else row.scale_inv.transpose(1, 2).contiguous()
             return QuantizedStorage(transpose_each(row.data), scales, tile, row.scale, "colwise")
         if self.weights[0].primary is not None:
             return self._of_primary(orientation)
         values = self.values(self.params[0].dtype)
         if tile.kind == "tensor":
-            count, rows = values.shape[:2]
-            ends = torch.arange(rows, (count + 1) * rows, rows, dtype=torch.int32, device=values.device)
-            row = expert_scales.quantize(quantizer, values.flatten(0, 1), ends).rowwise
-            return replace(row, data=row.data.unflatten(0, (count, rows)))
+            amax = self.amax() if self._scales is None else expert_scales.amax_for(quantizer, self._scales)
+            row = expert_scales.quantize(quantizer, values.flatten(0, 1), _ends(values), given=amax).rowwise
+            return replace(row, data=row.data.unflatten(0, values.shape[:2]))
         whole_tiles = tile.kind == "1d" or values.shape[1] % tile.block == 0
         if orientation == "rowwise" and whole_tiles and values.is_contiguous():
             row = quantizer.quantize(values.flatten(0, 1)).rowwise  # no tile lies in two weights

@@ -133,7 +133,7 @@ def _experts(plan: LayerPlan) -> int:
                                          if s.exchanges else 0)  # fmt: skip
     at_fc2 = hidden * (s.element + (2 if second is not None else 0)) + _activation(plan, "mlp.experts.*", rows)
     at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + hidden * s.element
-    if first is not None and first.input_tile == "tensor" and not first.uses_history:
+    if first is not None and first.input_tile == "tensor":
         at_fc1 += rows * fc1.out_features * s.element
         at_fc2 += rows * fc2.in_features
     if first is None and runs_grouped(first):  # weight gradients of all experts, before they are added

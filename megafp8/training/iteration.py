@@ -27,9 +27,12 @@ class _ReadOnly:
     """Delayed scaling's history for a run that leaves no trace in it."""
 
     def __init__(self, scaling) -> None:
-        self.scale = scaling.scale
+        self.scale, self.scales = scaling.scale, scaling.scales
 
     def record(self, name: str, amax: torch.Tensor) -> None:
+        pass
+
+    def record_all(self, names: tuple[str, ...], amaxes: torch.Tensor) -> None:
         pass
 
 

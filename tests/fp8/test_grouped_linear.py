@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megafp8.fp8 import Linear, expert_scales, get_recipe
+from megafp8.fp8 import DelayedScaling, Linear, expert_scales, get_recipe
 from megafp8.fp8.grouped_linear import GroupedLinear, can_group
 from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, travels, unpack
 from megafp8.fp8.storage import Quantized, QuantizedStorage
@@ -13,7 +13,7 @@ from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import stacked
 from megafp8.parallel import Axis
 from megafp8.params import GradSink, Init, ParamSpec
-from megafp8.step import StepContext
+from megafp8.step import Phase, StepContext
 
 COUNTS, IN, OUT = [1, 0, 37, 130], 96, 160
 RECIPES = {
@@ -101,6 +101,54 @@ def test_equals_linears_one_by_one(name, adjacent):
         start += size
 
 
+@pytest.mark.parametrize("axes", [{}, {"margin": 1, "amax_compute_algo": "most_recent"}, {"power_of_two_scales": True}])
+def test_histories_are_those_of_linears_one_by_one(axes):
+    """CASE 22: of each weight and its rows; recomputed forwards and evaluations leave none."""
+    recipe = get_recipe("delayed", amax_history_len=2, **axes)
+    together, apart = linears(recipe), linears(recipe)
+    assert can_group(together)
+    grouped, ends = GroupedLinear(together), torch.tensor(COUNTS).cumsum(0).int()
+    scaling, alone = (DelayedScaling.of(torch.nn.ModuleList(made)) for made in (together, apart))
+    for step in range(4):
+        x, dy = (rows(recipe, 10 * step + i, width) * 2.0 ** (3 * step) for i, width in enumerate((IN, OUT)))
+        leaf, sink, other = x.clone().requires_grad_(), Sink(together, True), Sink(apart, True)
+        context = StepContext(grads=sink, scaling=scaling)
+        with torch.no_grad():
+            grouped(5 * leaf, ends, replace(context, phase=Phase.EVAL))
+        y = grouped(leaf, ends, context)
+        with torch.no_grad():
+            assert torch.equal(grouped(leaf, ends, context.recompute())[: ends[-1]], y[: ends[-1]])
+        y.backward(dy)
+        start = 0
+        for linear, size in zip(apart, COUNTS, strict=True):
+            own = slice(start, start + size)
+            part = x[own].clone().requires_grad_()
+            out = linear(part, StepContext(grads=other, scaling=alone))
+            out.backward(dy[own])
+            assert torch.equal(y[own], out)
+            assert torch.equal(leaf.grad[own], part.grad)
+            start += size
+        assert all(torch.equal(a, b) for a, b in zip(sink.buffers, other.buffers, strict=True))
+        assert torch.equal(scaling.pending(), alone.pending())
+        assert scaling.pending().count_nonzero() == len(scaling.pending()) - 2  # an expert without rows
+        for state in (scaling, alone):
+            state.advance()
+        with torch.no_grad():
+            for a, b in zip(together, apart, strict=True):
+                b.weight.copy_(a.weight.mul_(1.5))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_amaxes_for_scales(role, power_of_two):
+    """Of whatever amax a history has made a scale, an amax is found that gives that scale again, bit for bit."""
+    quantizer = get_recipe("delayed", power_of_two_scales=power_of_two).quantizer(role)
+    mantissas = (torch.arange(1 << 23, dtype=torch.int32) + (127 << 23)).view(torch.float32)
+    for amax in (mantissas, torch.logspace(-100, 100, 1001, base=2.0), torch.zeros(1)):
+        scales = quantizer.scales(amax)[0]
+        assert torch.equal(quantizer.scales(expert_scales.amax_for(quantizer, scales))[0], scales)
+
+
 def test_without_a_sink_gradients_are_returned():
     made = linears(RECIPES["blockwise"])
     room, alignment = filled(RECIPES["blockwise"])
@@ -150,7 +198,6 @@ def test_a_view_where_weights_lie_at_one_distance():
 
 
 def test_what_is_not_grouped():
-    assert not can_group(linears(get_recipe("delayed")))  # a history each
     cut = linears(RECIPES["tensorwise"])
     assert can_group(cut)
     for linear in cut:

@@ -9,7 +9,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.moe.permutation import Permutation, spread, sums
 from megafp8.core.transformer.core_attention import Sequences
-from megafp8.fp8 import get_recipe
+from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.grouped_linear import GroupedLinear
 from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack, unpack_values
 from megafp8.fp8.policy import Policy
@@ -96,28 +96,40 @@ def layer(device: str, recipe) -> MoELayer:
     return made.to(device)
 
 
-@pytest.mark.parametrize("name", [None, "blockwise", "mxfp8", "tensorwise"])
+RECIPES = [None, "blockwise", "mxfp8", "tensorwise", "delayed"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_layer_is_near_the_cpu(name):
+    """The second of two steps, which is the first with scales of a history."""
     results = []
     for device in ("cpu", "cuda"):
         made = layer(device, name and get_recipe(name))
-        sink = Sink(made)
-        x = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()).to(device).requires_grad_()
-        y = made(x, Sequences(2, 32), StepContext(grads=sink))
-        y.backward(torch.ones_like(y))
+        scaling = DelayedScaling.of(made)
+        for _ in range(2):
+            sink = Sink(made)
+            x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+            x = x.to(device).requires_grad_()
+            y = made(x, Sequences(2, 32), StepContext(grads=sink, scaling=scaling))
+            y.backward(torch.ones_like(y))
+            if scaling is not None:
+                scaling.advance()
         results.append([y.float(), x.grad.float(), *sink.buffers.values()])
     for expected, got in zip(*results, strict=True):
         # A tensor's scale moves with its amax, and with it the rounding of every element: in E5M2 gradients the most.
-        assert relative_error(got.cpu(), expected) < (0.15 if name == "tensorwise" else 2e-2)
+        assert relative_error(got.cpu(), expected) < (0.15 if name in ("tensorwise", "delayed") else 2e-2)
 
 
-@pytest.mark.parametrize("name", [None, "blockwise", "mxfp8", "tensorwise"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_nothing_waits_for_the_device(name):
     """Forward and backward of a layer whose experts are all here; counts stay on the device."""
     made = layer("cuda", name and get_recipe(name))
     x = torch.randn(64, 256, device="cuda").bfloat16().requires_grad_()
-    grad, step = torch.ones_like(x), StepContext(grads=Sink(made))
+    grad, step = torch.ones_like(x), StepContext(grads=Sink(made), scaling=DelayedScaling.of(made))
     made(x, Sequences(2, 32), step).backward(grad)
+    if step.scaling is not None:
+        step.scaling.advance()
+        made(x, Sequences(2, 32), step).backward(grad)
     with no_waiting():
         made(x, Sequences(2, 32), step).backward(grad)
 
