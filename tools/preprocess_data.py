@@ -17,7 +17,13 @@ import time
 from datetime import timedelta
 
 from megafp8.config.tool_parser import ToolParser
-from megafp8.data.arguments import add_input_arguments, add_tokenizer_arguments, input_corpus, run
+from megafp8.data.arguments import (
+    add_input_arguments,
+    add_tokenizer_arguments,
+    idle_tokenizer_flags,
+    input_corpus,
+    run,
+)
 from megafp8.data.documents import Corpus, Cursor
 from megafp8.data.preprocess import EncodeOptions, Outcome, preprocess
 from megafp8.data.tokenizer import build_tokenizer
@@ -143,6 +149,8 @@ def main(argv: list[str]) -> None:
     corpus = input_corpus(args)
     if corpus.pipe:
         note(f"--input {corpus.pipe.path} is a pipe: how much is left is unknown, and an interruption starts it anew")
+    for line in idle_tokenizer_flags(args):
+        note(line)
     options = EncodeOptions(tuple(args.json_keys), args.append_eod, args.prepend_bos)
     progress, complete = Progress(corpus, args.log_interval), False
     try:

@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from megafp8.config.config import flag_of
+from megafp8.config.validate.idle import TOKENIZER_RULES
 from megafp8.data.documents import FORMATS, TEXT_SPLITS, Corpus, find_sources
 from megafp8.data.tokenizer import TOKENIZER_TYPES
 
@@ -45,6 +47,18 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         help="TikTokenizer: ids reserved before the vocabulary (default 1000)",
     )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="TikTokenizer: names of the first")
+
+
+def idle_tokenizer_flags(args: argparse.Namespace) -> list[str]:
+    """A line for each flag of the tokenizer that its type does not read, as a run says it."""
+    defaults = {"tiktoken_num_special_tokens": 1000}
+    config = argparse.Namespace(data=args)
+    return [
+        f"{flag_of(name)}: no effect ({rule.why})"
+        for rule in TOKENIZER_RULES
+        for name in rule.names
+        if getattr(args, name) != defaults.get(name) and rule.applies(config)
+    ]
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megafp8.data.documents import Corpus, Cursor, Record, texts_of
 from megafp8.data.duplicates import DUPLICATE, EMPTY, UNIQUE, hash_texts, mark_duplicates
-from megafp8.data.indexed import token_dtype, token_path, write_index
+from megafp8.data.indexed import index_path, token_dtype, token_path, write_index
 from megafp8.data.partial import Partial
 from megafp8.data.tokenizer import Tokenizer
 
@@ -144,11 +144,12 @@ def preprocess(
         ValueError for a document that can't be read, or when there is none with text: nothing is left behind. Also when
             an interrupted run had other inputs or flags; then its state stays.
     """
+    prefixes = [f"{output_prefix}_{key}_document" for key in options.keys]
+    _check_targets(prefixes)
     encoder = Encoder(make_tokenizer(), options)
     job = _job(corpus, encoder.tokenizer, options, drop_duplicates)
     resumable = corpus.pipe is None
     partial = Partial(output_prefix, encoder.dtype, len(options.keys), job, restart=restart, resumable=resumable)
-    prefixes = [f"{output_prefix}_{key}_document" for key in options.keys]
     if partial.committed:
         say(f"going on after {partial.committed} documents of an interrupted run ({partial.directory}/)")
     try:
@@ -177,6 +178,13 @@ def preprocess(
                 "a worker process was killed, most often for memory; give fewer --workers"
             ) from None
         raise
+
+
+def _check_targets(prefixes: Iterable[str]) -> None:
+    """Raises ValueError for what no file can replace, before hours of work that would end there."""
+    for path in (of(prefix) for prefix in prefixes for of in (token_path, index_path)):
+        if path.is_dir():
+            raise ValueError(f"--output-prefix: {path} is a directory; remove it, or give another prefix")
 
 
 def _job(corpus: Corpus, tokenizer: Tokenizer, options: EncodeOptions, drop_duplicates: bool) -> dict[str, dict]:

@@ -16,6 +16,24 @@ class Idle:
     why: str
 
 
+TOKENIZER_RULES = (
+    Idle(
+        ("vocab_file", "merge_file"),
+        lambda c: c.data.tokenizer_type != "GPT2BPETokenizer",
+        "only GPT2BPETokenizer reads it",
+    ),
+    Idle(
+        ("tokenizer_model",),
+        lambda c: c.data.tokenizer_type in ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
+        "this --tokenizer-type reads no model",
+    ),
+    Idle(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+        lambda c: c.data.tokenizer_type != "TikTokenizer",
+        "only TikTokenizer reads it",
+    ),
+)
+"""Of flags that the data tools have, too."""
 IDLE = (
     Idle(
         ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor"),
@@ -128,21 +146,7 @@ IDLE = (
     ),
     Idle(("split",), lambda c: c.data.mock_data, "--mock-data has all splits"),
     Idle(("data_cache_path",), lambda c: c.data.mock_data, "--mock-data needs no indices"),
-    Idle(
-        ("vocab_file", "merge_file"),
-        lambda c: c.data.tokenizer_type != "GPT2BPETokenizer",
-        "only GPT2BPETokenizer reads it",
-    ),
-    Idle(
-        ("tokenizer_model",),
-        lambda c: c.data.tokenizer_type in ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"),
-        "this --tokenizer-type reads no model",
-    ),
-    Idle(
-        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
-        lambda c: c.data.tokenizer_type != "TikTokenizer",
-        "only TikTokenizer reads it",
-    ),
+    *TOKENIZER_RULES,
     Idle(
         ("timing_log_option", "log_timers_to_tensorboard"),
         lambda c: c.logging.timing_log_level == 0,
