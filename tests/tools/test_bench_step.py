@@ -85,6 +85,33 @@ def test_calls_lie_between_markers():
     assert (second.kernels, second.span, list(second.gaps())) == ([], 1, [(1, "", "")])
 
 
+def test_kernels_belong_to_the_candidate_that_launched_them(monkeypatch):
+    """A queue of our own: a kernel a millisecond."""
+    queue = []
+
+    def launch(name):
+        queue.append(Kernel(name, float(len(queue)), 1.0))
+
+    def listed(run, device):
+        run()
+        return queue
+
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: launch("at::cuda::(anonymous namespace)::spin_kernel(long)")
+    )
+    monkeypatch.setattr(bench_timing, "kernels", listed)
+    runs = {"a": lambda: launch("of a"), "b": lambda: [launch("of b"), launch("of b")]}
+    found = bench_timing.calls_in_turn(runs, torch.device("cuda"), 2)
+    names = {name: [[kernel.name for kernel in call.kernels] for call in calls] for name, calls in found.items()}
+    assert names == {"a": [["of a"]] * 2, "b": [["of b"] * 2] * 2}
+    assert [call.span for calls in found.values() for call in calls] == [1, 1, 2, 2]
+    assert queue[1].name == "of b"  # fills the queue, and is nobody's
+    assert found["a"][0].start < found["b"][0].start
+    monkeypatch.setattr(bench_timing, "MARKER", "another name")
+    with pytest.raises(RuntimeError, match="0 calls lie between kernels named another name, where 5 were made"):
+        bench_timing.calls_in_turn(runs, torch.device("cuda"), 2)
+
+
 def test_a_host_that_is_the_limit_is_named():
     row = {"span_ms": 10.0, "idle_percent": 20.0, "host_ms": 9.0}
     assert starved(row)
