@@ -1,9 +1,10 @@
 """From which sizes on FP8 pays: looked up in a table of measurements. Without one for the device, it always does.
 
 `crossover.json`, written by `tools/bench_step.py --crossover`: device name -> recipe -> list of
-`[tokens, out_features, in_features, speed]`, the speed of a linear's forward and backward in FP8 over BF16's. A linear
-goes by the measurement that is nearest in the logarithms of the three. Linears that are slower in FP8 stay in high
-precision, unless `--fp8-module-recipes` names them. Experts were not measured, and are never left out.
+`[tokens, out_features, in_features, speed, ...]`, the speed of a linear's forward and backward in FP8 over BF16's. A
+linear goes by the measurement that is nearest in the logarithms of the three, if each is within a factor of `NEAR`.
+Linears that are slower in FP8 stay in high precision, unless `--fp8-module-recipes` names them. Experts were not
+measured, and are never left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from megafp8.fp8.recipe import Recipe
 
 log = logging.getLogger(__name__)
 TABLE = Path(__file__).with_name("crossover.json")
+NEAR = 2
+"""A size further off than that from all that was measured, such as a toy model's, is as if nothing had been."""
 
 
 @cache
@@ -29,14 +32,15 @@ def table() -> dict[str, dict[str, list]]:
 
 
 def speed(device: str, recipe: str, tokens: int, out_features: int, in_features: int) -> float | None:
-    """FP8's over BF16's of the measurement that is nearest; None where there is none."""
-    rows = table().get(device, {}).get(recipe, [])
+    """FP8's over BF16's of the measurement that is nearest; None where none is near."""
     sizes = tokens, out_features, in_features
 
-    def distance(row: list) -> float:
-        return sum((math.log2(ours) - math.log2(theirs)) ** 2 for ours, theirs in zip(sizes, row, strict=False))
+    def apart(row: list) -> list[float]:
+        return [abs(math.log2(ours / theirs)) for ours, theirs in zip(sizes, row, strict=False)]
 
-    return min(rows, key=distance)[3] if rows else None
+    rows = (row for row in table().get(device, {}).get(recipe, []) if max(apart(row)) <= math.log2(NEAR))
+    nearest = min(rows, key=lambda row: math.hypot(*apart(row)), default=None)
+    return None if nearest is None else nearest[3]
 
 
 class SmallLinears:

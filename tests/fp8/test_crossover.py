@@ -27,7 +27,8 @@ ALL = {"attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2", "mlp.experts.0.f
 @pytest.fixture
 def measured(monkeypatch):
     """A GPU that was measured: small linears lose, and all at few tokens do."""
-    rows = [[128, 1536, 512, 0.8], [128, 4096, 512, 1.2], [128, 512, 2048, 1.0], [8, 512, 512, 0.5]]
+    rows = [[128, 1536, 512, 0.8, 1.1], [128, 512, 512, 0.9], [128, 4096, 512, 1.2], [128, 512, 2048, 1.0]]
+    rows += [[8, wide, deep, 0.5] for wide, deep in ((1536, 512), (512, 512), (4096, 512), (512, 2048))]
     monkeypatch.setattr(crossover, "table", lambda: {"G": {"blockwise": rows}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "G")
@@ -51,6 +52,12 @@ def test_by_the_nearest_measurement(measured, caplog):
         "attention.qkv stays in BF16: at 128 tokens, 1536 x 512, FP8 (blockwise) has 0.80 of BF16's speed" in lines[0]
     )
     assert in_fp8("--micro-batch-size", "1", "--seq-length", "4") == {"mlp.experts.0.fc1"}
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(256, False), (258, True), (64, False), (62, True), (16, False)])
+def test_far_from_what_was_measured_nothing_changes(measured, tokens, kept):
+    """A toy model is not slow in FP8 because the smallest that was measured is."""
+    assert ("attention.qkv" in in_fp8("--micro-batch-size", "1", "--seq-length", str(tokens))) == kept
 
 
 def test_what_overrides_it(measured):
