@@ -5,25 +5,32 @@ import torch
 
 from megafp8.core.moe import experts
 from megafp8.core.transformer.core_attention import Sequences
-from megafp8.fp8 import get_recipe
+from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.policy import Policy
 from megafp8.step import StepContext
 from tests.core.moe.test_layer import SHAPE, inputs, layer
 
 
 @pytest.mark.parametrize("store", [True, False], ids=["fc1's output in FP8", "in BF16"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
 def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
-    """With fc1's output in FP8 backward makes another input of fc2 than forward had, under forward's scale."""
+    """With fc1's output in FP8 backward makes another input of fc2 than forward had, under forward's scale. A history
+    gives no scales in the first of two steps."""
     results = []
     for together in (True, False):
         if not together:
             monkeypatch.setattr(experts, "can_group", lambda linears: False)
         made = layer(dtype=torch.bfloat16, recipe_of=Policy(get_recipe(recipe)), fp8_input_store=store)
         assert made.experts.groups == together
-        x = inputs(dtype=torch.bfloat16)
-        y = made(x, Sequences(*SHAPE), StepContext())
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
-        results.append((y, x.grad, *(p.grad for p in made.parameters())))
+        scaling, found = DelayedScaling.of(made), []
+        for _ in range(1 if scaling is None else 2):
+            x = inputs(dtype=torch.bfloat16)
+            y = made(x, Sequences(*SHAPE), StepContext(scaling=scaling))
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+            found += [y, x.grad]
+            if scaling is not None:
+                found.append(scaling.pending().clone())
+                scaling.advance()
+        results.append((*found, *(p.grad for p in made.parameters())))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
