@@ -16,6 +16,7 @@
 #   SIZE=small     18 M parameters, 20 M tokens: for ablations
 #   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
 #   JOBS=N         so many runs at once on the one GPU (default 1), for small ones that leave it idle
+#   LIMIT=N        begin no run that would not end within N seconds, by the longest run so far
 #   MINUTES=N      stop each run after N minutes with a checkpoint; the next `train` goes on from there
 #   EXTRA="..."    more flags of pretrain_gpt.py, for every run
 #   GPUS=N         in a report, bytes of a rank of N GPUs with two tensor-parallel ranks, not those of the run itself
@@ -102,14 +103,23 @@ train_one() { # train_one NAME: every line of its log begins with that
         return
     fi
     mkdir -p "$dir"
+    [ -d "$dir/checkpoints" ] || rm -f "$dir"/{metrics,events,fp8_monitor}.jsonl "$dir"/events.out.* # of one cut short
     cp "$data/corpus.log" "$dir/"
+    local begun=$SECONDS
     # shellcheck disable=SC2086 # a run's flags are words
     python pretrain_gpt.py "${MODEL[@]}" "${BATCH[@]}" "${TRAINING[@]}" "${TOKENS[@]}" $extra --log-dir "$dir" \
         ${MINUTES:+--exit-duration-in-mins $MINUTES --save "$dir/checkpoints" --load "$dir/checkpoints" --save-interval 100000} \
         ${EXTRA:-} 2>&1 | sed -u "s/^/$name: /"
     if tail -n 1 "$dir/metrics.jsonl" | grep -q "\"iteration\": $iterations,"; then
         touch "$dir/done"
+        echo $((SECONDS - begun)) > "$dir/seconds"
     fi
+}
+
+has_time() { # whether a run would end within LIMIT seconds, as far as one knows
+    local longest
+    longest=$(cat "$runs"/*/seconds 2> /dev/null | sort -n | tail -n 1)
+    [ -z "${LIMIT:-}" ] || [ $((SECONDS + ${longest:-0})) -le "$LIMIT" ]
 }
 
 train() { # train NAME...
@@ -121,6 +131,10 @@ train() { # train NAME...
         while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do
             wait -n || failed=$?
         done
+        if ! has_time && [ ! -f "$runs/$name/done" ]; then
+            echo "no time left for $name"
+            continue
+        fi
         train_one "$name" &
     done
     while [ "$(jobs -p | wc -l)" -gt 0 ]; do
@@ -150,5 +164,5 @@ command=${1:-help}
 shift || true
 case $command in
 prepare | train | report | flags) "$command" "$@" ;;
-*) sed -n '2,23s/^# \?//p' "$0" ;;
+*) sed -n '2,25s/^# \?//p' "$0" ;;
 esac
