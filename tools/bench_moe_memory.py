@@ -42,7 +42,7 @@ from megafp8.config.parse import build_config
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer.core_attention import Sequences
-from megafp8.fp8 import policy
+from megafp8.fp8 import DelayedScaling, policy
 from megafp8.parallel import DONE, Axis, ParallelContext, Pending, fake_parallel
 from megafp8.params import GradSink, initial_value, named_specs
 from megafp8.plan.layer_activations import LayerPlan, Sizes
@@ -77,6 +77,7 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "blockwise, fp8 dispatch": ("h + 2f", BLOCKWISE | {"moe_fp8_dispatch": True}),
     "mxfp8": ("h + 2f", {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}),
     "tensorwise": ("h + 2f", {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}),
+    "delayed": ("h + 2f", {"fp8_format": "hybrid", "fp8_recipe": "delayed"}),
 }
 
 
@@ -227,7 +228,7 @@ class Bench:
         self.tokens, self.device = config.data.seq_length, device
         self.routed = self.tokens * config.model.moe_router_topk
         self.sequences = Sequences(1, self.tokens)
-        self.step = StepContext(grads=Grads())
+        self.step = StepContext(grads=Grads(), scaling=DelayedScaling.of(self.layer))
         generator = torch.Generator(device).manual_seed(0)
         shape = (self.tokens, config.model.hidden_size)
         self.x = torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_()
@@ -296,6 +297,9 @@ def measure(name: str, variant: str, tokens: int, ep: int | None, repeats: int, 
     with one_rank(config, device) as parallel:
         bench = Bench(config, parallel, device)
         bench.run_layer()  # compiles kernels, makes copies of weights
+        if bench.step.scaling is not None:  # scales are a history's from the second step on
+            bench.step.scaling.advance()
+            bench.run_layer()
         held = bench.held()
         medians = [statistics.median(times(repeats)) if repeats else None
                    for times in (bench.experts_times, bench.layer_times)]  # fmt: skip
