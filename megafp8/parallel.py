@@ -247,7 +247,7 @@ class ParallelContext:
     def barrier(self) -> None:
         """Waits for every rank of the job."""
         if self.world_size > 1:
-            dist.barrier()
+            _barrier()
 
 
 DENSE = ("pp", "dp", "cp", "tp")
@@ -300,8 +300,13 @@ def fake_parallel(
 def close_parallel(parallel: ParallelContext) -> None:
     """Leaves the job: every rank waits for the others, then the groups are gone. Not for the way out of an error."""
     if parallel.world_size > 1 and dist.is_initialized():
-        dist.barrier()
+        _barrier()
         dist.destroy_process_group()
+
+
+def _barrier() -> None:
+    """NCCL's is a kernel, and wants to know on which device; gloo wants to know of none."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def abandon_parallel() -> None:

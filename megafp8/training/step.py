@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megafp8.core.context_parallel import own_tokens
 from megafp8.core.gpt import GPTModel, ModelChunks
 from megafp8.core.pipeline.executor import Executor, HiddenStates
 from megafp8.core.pipeline.p2p import Links, message_groups
+from megafp8.core.pipeline.receives import once_sent, one_ahead
 from megafp8.core.pipeline.schedules import Schedule, build_schedule, forward_only
 from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.data import Batch
@@ -103,7 +105,8 @@ class PipelinePlan:
     def of(config: Config, parallel: ParallelContext) -> PipelinePlan:
         p = config.parallel
         limit = None if p.wgrad_queue_mib is None else p.wgrad_queue_mib << 20
-        groups = message_groups(parallel.pp, chunks_per_rank(config.model, p))
+        timeout = timedelta(minutes=p.distributed_timeout_minutes)
+        groups = message_groups(parallel.pp, chunks_per_rank(config.model, p), timeout)
         return PipelinePlan(p.pipeline_schedule, p.microbatch_group_size_per_vp_stage, limit, groups)
 
 
@@ -119,7 +122,8 @@ def executor_of(
     chunk, pp = model.chunks[0], parallel.pp
     states = HiddenStates(lambda m: chunk.hidden_shape(micro[m].tokens), chunk.dtype, chunk.device)
     links = Links(pp, schedule.microbatches, dict(plan.groups))
-    return Executor(schedule, pp.rank, links, states, WgradQueue(plan.wgrad_limit_bytes), spans)
+    receives = once_sent if plan.groups else one_ahead
+    return Executor(schedule, pp.rank, links, states, WgradQueue(plan.wgrad_limit_bytes), spans, receives)
 
 
 def forward_backward(

@@ -71,15 +71,15 @@ def chunks_mixed(stack):
         lambda original: lambda self, m: original(p2p.Message(self.forward, self.stage % 2, self.microbatch), m),
     )
     # Of the same microbatch, the first chunk's hidden states are sent before the second's, but awaited last.
-    patch(stack, Executor, "_post_receive", lambda original: lambda self, action: None)
+    patch(stack, Executor, "_post", lambda original: lambda self, receives: original(self, ()))
 
     def make(original):
         def receive(self, action):
-            if self._message(action) is None:
+            message = executor.awaited(self.schedule, self.rank, action)
+            if message is None:
                 return None
-            shape = self.states.shape(action.microbatch)
-            fake = torch.zeros(shape, dtype=self.states.dtype)
-            real = self.links.post_receive(self._message(action), shape, self.states.dtype, self.states.device)()
+            fake = torch.zeros(self.states.shape(action.microbatch), dtype=self.states.dtype)
+            real = self.links.post_receive(message, torch.empty_like(fake))()
             return fake if action.chunk == 0 and action.kind.value == "F" and action.microbatch == 0 else real
 
         return receive

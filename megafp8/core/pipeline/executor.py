@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megafp8.core.pipeline.p2p import Links, Message
+from megafp8.core.pipeline.receives import Plan, awaited, one_ahead, produced
 from megafp8.core.pipeline.schedules import Action, Kind, Schedule
 from megafp8.core.pipeline.wgrad_queue import WgradQueue
 from megafp8.step import Spans, no_spans
@@ -53,6 +54,7 @@ class _Held:
 class Executor:
     """rank, links: this rank's place. wgrads: where the steps of a schedule that defers leave weight gradients.
 
+    receives: when receives are posted, `one_ahead` or `once_sent`.
     ran: the actions in the order in which they ran, for tests and traces. spans: told of each backward, deferred
     weight gradient and wait for a message.
     """
@@ -63,21 +65,22 @@ class Executor:
     states: HiddenStates
     wgrads: WgradQueue
     spans: Spans = no_spans
+    receives: Callable[[Schedule, int], Plan] = one_ahead
     ran: list[Action] = field(default_factory=list)
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     _arriving: dict[Message, Callable[[], Tensor]] = field(default_factory=dict)
+    _leaving: tuple[Message, Tensor, int | None] | None = None
 
     def run(self, forward: Forward, *, release: Callable[[int], None] = lambda microbatch: None) -> None:
         """Runs all actions. release: called when no chunk of this rank needs a microbatch's data again.
 
         An exception says at which stage and action it happened.
         """
-        actions = self.schedule.actions[self.rank]
+        actions, receives = self.schedule.actions[self.rank], self.receives(self.schedule, self.rank)
         last_use = {action.microbatch: place for place, action in enumerate(actions)}
         for place, action in enumerate(actions):
             try:
-                for near in actions[place : place + 2]:
-                    self._post_receive(near)
+                self._post(receives[place])
                 self._run(action, forward)
             except Exception as error:
                 error.add_note(self._where(action))
@@ -85,6 +88,7 @@ class Executor:
             self.ran.append(action)
             if last_use[action.microbatch] == place:
                 release(action.microbatch)
+        self._post(())
         self.links.finish()
         assert not self._held, "a forward without its backward"
         assert not self._arriving, "a message that nobody took"
@@ -107,49 +111,48 @@ class Executor:
             self._backward(action)
 
     def _forward(self, action: Action, forward: Forward) -> None:
-        chunk, number, stage = action.chunk, action.microbatch, self.schedule.stage(self.rank, action.chunk)
+        chunk, number = action.chunk, action.microbatch
         hidden = self._receive(action)
         if hidden is not None and torch.is_grad_enabled():
             hidden.requires_grad_()
         output = forward(chunk, number, hidden)
         if torch.is_grad_enabled():
             self._held[chunk, number] = _Held(hidden, get_gradient_edge(output))
-        if stage < self.schedule.stages - 1:
+        message = produced(self.schedule, self.rank, action)
+        if message is not None:
             # Without backwards nothing holds the first stages back. A round's messages: no rank waits for one that
             # its receiver, still in the round before, could not take.
             at_most = None if torch.is_grad_enabled() else self.schedule.stages
-            self.links.send(Message(True, stage, number), output.detach(), at_most)
+            self._leaving = (message, output.detach(), at_most)
 
     def _backward(self, action: Action) -> None:
         held = self._held.pop((action.chunk, action.microbatch))
         grad = self._receive(action)
         with self._span("backward-compute", action):
             torch.autograd.backward((held.output,), (self._one() if grad is None else grad,))
-        stage = self.schedule.stage(self.rank, action.chunk)
-        if stage > 0:
-            self.links.send(Message(False, stage - 1, action.microbatch), held.hidden.grad)
+        message = produced(self.schedule, self.rank, action)
+        if message is not None:
+            self._leaving = (message, held.hidden.grad, None)
 
     def _one(self) -> Tensor:
         """The gradient of the loss."""
         return torch.ones((), device=self.states.device)
 
-    def _message(self, action: Action) -> Message | None:
-        """What has to arrive before an action can run."""
-        stage = self.schedule.stage(self.rank, action.chunk)
-        if action.kind is Kind.FORWARD:
-            return Message(True, stage - 1, action.microbatch) if stage > 0 else None
-        if action.kind is Kind.WEIGHT or stage == self.schedule.stages - 1:
-            return None
-        return Message(False, stage, action.microbatch)
+    def _post(self, receives: tuple[Message, ...]) -> None:
+        """Between two actions: starts to send what the last one has left, then to receive.
 
-    def _post_receive(self, action: Action) -> None:
-        message = self._message(action)
-        if message is not None and message not in self._arriving:
-            shape = self.states.shape(action.microbatch)
-            self._arriving[message] = self.links.post_receive(message, shape, self.states.dtype, self.states.device)
+        Buffers come first: memory may have to be allocated, which can wait for all that is on its way.
+        """
+        states = self.states
+        buffers = [torch.empty(states.shape(m.microbatch), dtype=states.dtype, device=states.device) for m in receives]
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            self.links.send(*leaving)
+        for message, x in zip(receives, buffers, strict=True):
+            self._arriving[message] = self.links.post_receive(message, x)
 
     def _receive(self, action: Action) -> Tensor | None:
-        message = self._message(action)
+        message = awaited(self.schedule, self.rank, action)
         if message is None:
             return None
         with self._span("forward-recv" if message.forward else "backward-recv", action):

@@ -2,15 +2,20 @@
 
 A message is a whole hidden state of one microbatch, `[T, hidden]` of this rank's tokens, BF16 under `--bf16` whatever
 the recipe: 2 T h bytes a stage border and direction, against the 24 T h^2 FLOPs of each layer in forward. Sends
-never block; receives are posted one action ahead, so that both travel while ranks compute.
+never block; when receives are posted is said by `receives`.
 
-gloo tells messages apart by their tag. NCCL has no tags and delivers in order, so messages that could overtake each
-other go through groups of their own: by direction, and whether they go around from the last rank to the first.
+gloo tells messages apart by their tag. NCCL has no tags and runs the messages of a communicator in the order in which
+they were posted, sends and receives alike. So messages that could overtake each other go through groups of their own:
+by direction, and whether they go around from the last rank to the first. These groups carry nothing else, and are
+connected when they are made: a connection waits for the other side and for the device, which must not happen while
+other messages are on their way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,6 +33,15 @@ class Message:
     stage: int
     microbatch: int
 
+    def ends(self, ranks: int) -> tuple[int, int]:
+        """The pipeline ranks that it comes from and goes to: stage s runs on rank s % ranks."""
+        here, there = self.stage % ranks, (self.stage + 1) % ranks
+        return (here, there) if self.forward else (there, here)
+
+    def wraps(self, ranks: int) -> bool:
+        """Whether it goes around, between the last rank and the first."""
+        return (self.stage + 1) % ranks == 0
+
     def tag(self, microbatches: int) -> int:
         return (2 * self.stage + self.forward) * microbatches + self.microbatch
 
@@ -42,7 +56,7 @@ class LostStageError(RuntimeError):
 
 @dataclass
 class Links:
-    """This rank's place between its neighbours. Stage s runs on rank s % size, so a message goes one rank on or back.
+    """This rank's place between its neighbours: a message goes one rank on or back.
 
     groups: (forward, wraps) -> process group, where they must differ; otherwise the axis's own.
     """
@@ -63,10 +77,9 @@ class Links:
         if at_most is not None:
             self._wait_until(at_most)
 
-    def post_receive(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        """Starts receiving; returns a function that waits and gives the tensor."""
+    def post_receive(self, message: Message, x: Tensor) -> Callable[[], Tensor]:
+        """Starts receiving into `x`; returns a function that waits and gives it."""
         peer, group = self._peer(message, sending=False)
-        x = torch.empty(shape, dtype=dtype, device=device)
         work = _guarded(lambda: self.axis.post_receive(x, peer, group, self._tag(message)), message, peer, "waits for")
 
         def arrive() -> Tensor:
@@ -90,11 +103,9 @@ class Links:
 
     def _peer(self, message: Message, *, sending: bool) -> tuple[int, ProcessGroup | None]:
         """The other side's rank in the job, and the group to use."""
-        size = self.axis.size
-        here, there = message.stage % size, (message.stage + 1) % size
-        source, target = (here, there) if message.forward else (there, here)
+        source, target = message.ends(self.axis.size)
         assert self.axis.rank == (source if sending else target), (message, self.axis)
-        group = self.groups.get((message.forward, there == 0), self.axis.group)
+        group = self.groups.get((message.forward, message.wraps(self.axis.size)), self.axis.group)
         return dist.get_global_rank(group, target if sending else source), group
 
 
@@ -107,14 +118,43 @@ def _guarded(action, message: Message, peer: int, doing: str):
         ) from error
 
 
-def message_groups(axis: Axis, chunks: int) -> dict[tuple[bool, bool], ProcessGroup]:
-    """The groups that `Links` needs beside the axis's own: none on gloo. Every rank of the pipeline calls it."""
+def message_groups(axis: Axis, chunks: int, timeout: timedelta) -> dict[tuple[bool, bool], ProcessGroup]:
+    """The groups that `Links` needs beside the axis's own: none on gloo. Every rank of the pipeline calls it, while
+    nothing is on its way."""
     if axis.size == 1 or dist.get_backend(axis.group) != "nccl":
         return {}
+    groups = groups_by_direction(axis, chunks, timeout)
+    torch.cuda.synchronize()
+    connect(axis, groups, torch.device("cuda"))
+    torch.cuda.synchronize()
+    return groups
+
+
+def groups_by_direction(axis: Axis, chunks: int, timeout: timedelta) -> dict[tuple[bool, bool], ProcessGroup]:
+    """New groups of the axis's ranks: (forward, wraps) -> group, for all that stages of `chunks` a rank send."""
     ranks = dist.get_process_group_ranks(axis.group)
-    wraps = (False, True) if chunks > 1 else (False,)
     return {
-        (forward, wrap): dist.new_group(ranks, use_local_synchronization=True)
+        (forward, wraps): dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         for forward in (True, False)
-        for wrap in wraps
+        for wraps in ((False, True) if chunks > 1 else (False,))
     }
+
+
+def connect(axis: Axis, groups: Mapping[tuple[bool, bool], ProcessGroup], device: torch.device) -> None:
+    """Sends a number along every link, one link of a rank after the other, all ranks in the same order."""
+    x = torch.zeros(1, device=device)
+    for (forward, wraps), group in groups.items():
+        for source, target in _borders(axis.size, forward=forward, wraps=wraps):
+            here, there = (dist.get_global_rank(axis.group, rank) for rank in (source, target))
+            if axis.rank == source:
+                dist.isend(x, there, group=group).wait()
+            elif axis.rank == target:
+                dist.irecv(x, here, group=group).wait()
+
+
+def _borders(ranks: int, *, forward: bool, wraps: bool) -> Iterator[tuple[int, int]]:
+    """(from, to) of neighbours, those first that are no neighbours of each other: they connect at the same time."""
+    before = [ranks - 1] if wraps else [*range(0, ranks - 1, 2), *range(1, ranks - 1, 2)]
+    for rank in before:
+        after = (rank + 1) % ranks
+        yield (rank, after) if forward else (after, rank)

@@ -29,10 +29,9 @@ class Mailbox:
         self.bounded = at_most is not None
         self.sent[message] = x
 
-    def post_receive(self, message, shape, dtype, device):
+    def post_receive(self, message, x):
         self.posted.append(message)
-        x = torch.full(shape, float(message.microbatch + 1) * (1 if message.forward else 10), dtype=dtype)
-        return lambda: x
+        return lambda: x.fill_(float(message.microbatch + 1) * (1 if message.forward else 10))
 
     def finish(self):
         self.finished = True

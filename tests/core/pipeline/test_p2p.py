@@ -46,9 +46,9 @@ def test_messages_go_one_rank_on_or_back_around_the_ring(wire):
     links = Links(Axis(4, 3), 5, {(True, True): "wrap"})
     x = torch.zeros(2)
     links.send(Message(True, 3, 0), x)  # the last rank's first chunk goes on in the first rank's second
-    links.post_receive(Message(True, 2, 0), (2,), torch.float32, torch.device("cpu"))
+    links.post_receive(Message(True, 2, 0), x)
     links.send(Message(False, 2, 1), x)
-    links.post_receive(Message(False, 3, 4), (2,), torch.float32, torch.device("cpu"))
+    links.post_receive(Message(False, 3, 4), x)
     assert [line.rsplit(" ", 1)[0] for line in wire] == [
         "send 10 wrap", "receive 30 None", "send 30 None", "receive 10 None",
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_sends_never_block_unless_too_many_are_on_their_way(wire):
 
 def test_a_silent_neighbour_is_named(wire):
     links = Links(Axis(2, 0), 3)
-    arrive = links.post_receive(Message(False, 0, 2), (1,), torch.float32, torch.device("cpu"))
+    arrive = links.post_receive(Message(False, 0, 2), torch.zeros(1))
     gone = mock.patch.object(Work, "wait", side_effect=RuntimeError("Connection closed by peer"))
     with gone, pytest.raises(LostStageError) as error:
         arrive()
