@@ -18,6 +18,7 @@ import sys
 from importlib.util import find_spec
 
 from megafp8.config import Config, parse_args
+from megafp8.config.mistakes import say_mistake
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def train(config: Config) -> int:
 
 
 def mistake(error: ValueError) -> int:
-    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
+    say_mistake(f"pretrain_gpt.py: error: {error}")
     return 2
 
 

@@ -22,6 +22,7 @@ import re
 import sys
 from pathlib import Path
 
+from megafp8.config.mistakes import say_mistake
 from megafp8.config.publish import publish
 from megafp8.config.tool_parser import ToolParser
 from megafp8.config.validate import require_checkpoints
@@ -179,7 +180,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 def mistake(text: str) -> int:
     """Says what it was and leaves the job, if this process has joined one."""
-    print(f"evaluate.py: error: {text}", file=sys.stderr)
+    say_mistake(f"evaluate.py: error: {text}")
     if "torch" in sys.modules:
         from megafp8.parallel import abandon_parallel
 

@@ -6,6 +6,8 @@ import re
 import sys
 from typing import NoReturn
 
+from megafp8.config.mistakes import say_mistake
+
 
 class ToolParser(argparse.ArgumentParser):
     """argparse, but a mistake gives one line, without the usage in front, and a guess at what was meant."""
@@ -22,7 +24,8 @@ class ToolParser(argparse.ArgumentParser):
             message = self._unknown(unknown[1].split("=")[0])
         elif message.startswith("the following arguments are required"):
             message += f"; {self.prog} --help explains them"
-        self.exit(2, f"{self.prog}: error: {message.removeprefix('argument ')}\n")
+        say_mistake(f"{self.prog}: error: {message.removeprefix('argument ')}")
+        self.exit(2)
 
     def _misspelt(self) -> str | None:
         """The first flag on the command line that is none of ours."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,26 @@ def evaluated(argv: list[str]) -> int:
 
     torch.set_num_threads(1)
     return evaluate.main(argv)
+
+
+def mistaken(argv: list[str]) -> tuple[int, str]:
+    with redirect_stderr(StringIO()) as err:
+        return evaluated(argv), err.getvalue()
+
+
+def says(line: str, ranks: tuple[int, ...], joined: bool) -> str:
+    """What a rank says of a mistake that `ranks` make; joined: while they are in a job."""
+    import os
+
+    from megafp8.config.mistakes import say_mistake
+    from megafp8.parallel import abandon_parallel
+
+    if not joined:
+        abandon_parallel()
+    with redirect_stderr(StringIO()) as err:
+        if int(os.environ["RANK"]) in ranks:
+            say_mistake(line)
+    return err.getvalue()
 
 
 def evaluate_on(pool, world: int, argv: list[str], output: Path, *extra: str) -> dict:
@@ -46,3 +68,23 @@ def test_numbers_do_not_depend_on_the_processes(pool, tmp_path, recipe):
             cut = evaluate_on(pool, 4, argv, tmp_path / f"{name}.json", *layout)
             assert cut == {name: pytest.approx(numbers, rel=1e-3) for name, numbers in one.items()}
             assert cut["a"]["bytes"] == one["a"]["bytes"]
+
+
+def test_a_mistake_of_all_ranks_is_told_once(pool, tmp_path):
+    prefix = write_corpus(tmp_path)
+    saving = ("--save", str(tmp_path / "c"), "--eval-iters", "0", "--lr-warmup-iters", "0", "--train-iters", "1")
+    assert run(*flags(prefix, *saving)) == 0
+    argv = ["--load", str(tmp_path / "c"), "--data-path", str(prefix), "--device", "cpu"]
+    for given, words in ((("--tensor-model-parallel-size", "3"), "3"), (("--split", "100,0,0"), "no documents")):
+        codes, said = zip(*pool.run_on(2, mistaken, [*argv, *given]), strict=True)
+        assert codes == (2, 2)
+        assert sorted(map(bool, said)) == [False, True]
+        assert words in "".join(said)
+        assert "".join(said).count("\n") == 1
+
+
+def test_who_tells_of_a_mistake(pool):
+    """In a job the first that makes it; before, of flags and files, the first of the machine."""
+    assert pool.run_on(3, says, "a line", (2,), True) == ["", "", "a line\n"]
+    assert sorted(pool.run_on(3, says, "a line", (0, 1, 2), True)) == ["", "", "a line\n"]
+    assert pool.run_on(3, says, "a line", (0, 1, 2), False) == ["a line\n", "", ""]
