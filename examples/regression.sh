@@ -15,7 +15,7 @@
 #   SIZE=full      110 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
 #   SIZE=small     18 M parameters, 20 M tokens: for ablations
 #   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
-#   JOBS=N         so many runs at once on the one GPU (default 1), for small ones that leave it idle
+#   JOBS=N         so many runs at once (default: one a GPU); more, for small ones that leave a GPU idle
 #   LIMIT=N        begin no run that would not end within N seconds, by the longest run so far
 #   MINUTES=N      stop each run after N minutes with a checkpoint; the next `train` goes on from there
 #   EXTRA="..."    more flags of pretrain_gpt.py, for every run
@@ -122,25 +122,38 @@ has_time() { # whether a run would end within LIMIT seconds, as far as one knows
     [ -z "${LIMIT:-}" ] || [ $((SECONDS + ${longest:-0})) -le "$LIMIT" ]
 }
 
-train() { # train NAME...
-    local name failed=0
+train() { # train NAME...: JOBS at a time, each in a slot of its own; slots take turns on the GPUs
+    local name slot pids=() failed=0 gpus
+    gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l || true)
     for name in "$@"; do
         flags "$name" > /dev/null
     done
     for name in "$@"; do
-        while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-1}" ]; do
-            wait -n || failed=$?
+        slot=$(free_slot "${pids[@]}")
+        while [ "$slot" -ge "${JOBS:-$((gpus > 1 ? gpus : 1))}" ]; do
+            wait -n "${pids[@]}" || failed=$?
+            slot=$(free_slot "${pids[@]}")
         done
         if ! has_time && [ ! -f "$runs/$name/done" ]; then
             echo "no time left for $name"
             continue
         fi
-        train_one "$name" &
+        CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$((gpus > 0 ? slot % gpus : 0))} train_one "$name" &
+        pids[slot]=$!
     done
-    while [ "$(jobs -p | wc -l)" -gt 0 ]; do
-        wait -n || failed=$?
+    for slot in "${!pids[@]}"; do
+        wait "${pids[slot]}" || failed=$?
     done
     return "$failed"
+}
+
+free_slot() { # free_slot PID...: number of the first that has ended, or of a new one
+    local slot=0 pid
+    for pid in "$@"; do
+        kill -0 "$pid" 2> /dev/null || break
+        slot=$((slot + 1))
+    done
+    echo "$slot"
 }
 
 report() {

@@ -30,6 +30,39 @@ def test_an_unknown_run_is_told():
     assert "no run is called 'nothing'" in done.stderr
 
 
+PYTHON = """#!/usr/bin/env bash
+while [ $# -gt 0 ]; do [ "$1" = --log-dir ] && directory=$2; shift; done
+[ "$(basename "$directory")" = blockwise ] || until [ -f "$directory/../blockwise/metrics.jsonl" ]; do sleep 0.02; done
+[ "$(basename "$directory")" = mxfp8 ] && exit 3
+echo "on GPU $CUDA_VISIBLE_DEVICES"
+echo '{"iteration": 60, "valid_loss": 1}' > "$directory/metrics.jsonl"
+"""
+
+
+def test_runs_share_the_gpus(tmp_path):
+    """Two at a time on two GPUs, the next where one has ended; a failure stops no other run, and is told at the end."""
+    bin_dir, data = tmp_path / "bin", tmp_path / "data"
+    bin_dir.mkdir()
+    data.mkdir()
+    (data / "corpus.log").write_text("the corpus\n")
+    for name, text in (("python", PYTHON), ("nvidia-smi", "#!/usr/bin/env bash\necho GPU 0\necho GPU 1\n")):
+        (bin_dir / name).write_text(text)
+        (bin_dir / name).chmod(0o755)
+    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "SIZE": "tiny", "RUNS": str(tmp_path)}
+    names = ["bf16", "blockwise", "mxfp8", "tensorwise"]
+    done = subprocess.run(["bash", SCRIPT, "train", *names], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "blockwise: on GPU 1" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert [name for name in names if (tmp_path / name / "done").is_file()] == ["bf16", "blockwise", "tensorwise"]
+    assert (tmp_path / "bf16" / "corpus.log").read_text() == "the corpus\n"
+    again = subprocess.run(["bash", SCRIPT, "train", *names[:2]], env=env, capture_output=True, text=True, check=True)
+    assert sorted(again.stdout.splitlines()) == ["already trained: bf16", "already trained: blockwise"]
+    longest = env | {"LIMIT": "60"}
+    (tmp_path / "bf16" / "seconds").write_text("100\n")
+    late = subprocess.run(["bash", SCRIPT, "train", "delayed"], env=longest, capture_output=True, text=True, check=True)
+    assert late.stdout == "no time left for delayed\n"
+
+
 def test_the_corpus_takes_each_text_once_in_the_same_order(tmp_path):
     for name, text in {
         "a.py": "x" * 300,
