@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,10 +12,6 @@ INTERPRETING = testing.interpreting()
 if INTERPRETING:
     testing.fix_interpreter()
 
-needs_device = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE is None, reason="needs a CUDA GPU, or TRITON_INTERPRET=1"),
-]
 # Gluon kernels run on Hopper only; the interpreter knows plain Triton only.
 HOPPER = not INTERPRETING and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BACKENDS = ["gluon", "tl"] if HOPPER else ["tl"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
 EMULATING = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if EMULATING else "cuda")
 
-needs_device = [pytest.mark.gpu, pytest.mark.skipif(EMULATING, reason="needs a CUDA GPU")]
 
 SPECS = {
     "blockwise": OperandSpec(E4M3, Tile("1d", 128), Scale.POW2),

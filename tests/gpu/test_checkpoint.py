@@ -1,16 +1,10 @@
 """Saving in the background from a GPU: page-locked copies in the order of the stream."""
 
-import pytest
 import torch
 
 from megafp8.checkpoint import BackgroundSaver, CheckpointWriter, load_checkpoint
 from megafp8.checkpoint.background import HostCopy
 from megafp8.params import StateItem
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 
 
 def state(seed):

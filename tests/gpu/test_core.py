@@ -13,10 +13,6 @@ from megafp8.fp8.policy import Policy
 from megafp8.step import StepContext
 from tests.core.helpers import EXOTIC, FAMILIES, LLAMA, Sink, batch, gradients, make_model, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 CUDA = torch.device("cuda")
 BOUNDS = [0, 5, 6, 16, 29, 32]
 MEDIUM = replace(LLAMA, hidden_size=256, kv_channels=64, ffn_hidden_size=512)

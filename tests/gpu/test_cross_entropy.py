@@ -7,7 +7,6 @@ from torch.nn import functional as F
 from megafp8.core.tensor_parallel import cross_entropy
 from megafp8.core.tensor_parallel.cross_entropy import summed_cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 VOCAB, PADDED, TOKENS = 50257, 50304, 301
 
 

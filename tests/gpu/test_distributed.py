@@ -13,10 +13,7 @@ import torch
 from megafp8.training.run_log import read_metrics
 from tests.training.runs import RECIPES, write_corpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 ROOT = Path(__file__).resolve().parents[2]
 TP_SP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 

@@ -8,10 +8,6 @@ import torch
 
 from tests.core import equalities as eq
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 CUDA = torch.device("cuda")
 STORE = {"activation_func_fp8_input_store": True}
 VARIANTS = eq.RECIPES | {"blockwise, fc1 in FP8": eq.RECIPES["blockwise"] | STORE, "bf16": {}}

@@ -13,10 +13,6 @@ from megafp8.step import StepContext
 from tests.core.families import DEEPSEEK, FAMILIES
 from tests.core.helpers import Sink, batch, gradients, make_model, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 CUDA = torch.device("cuda")
 MEDIUM = replace(
     DEEPSEEK,

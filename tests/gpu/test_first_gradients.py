@@ -7,8 +7,6 @@ from megafp8.fp8.wgrad import multiply_wgrad
 from tests.core import equalities as eq
 from tests.core.first_gradients import ALIKE, traces
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
 
 @pytest.mark.parametrize("case", ALIKE)
 def test_written_is_as_added_to_zeros(case):

@@ -7,10 +7,6 @@ from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, convert, gemm, 
 from megafp8.params import GradSink
 from megafp8.step import StepContext
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 RECIPES = {
     "tensorwise": get_recipe("tensorwise"),
     "blockwise": get_recipe("blockwise"),

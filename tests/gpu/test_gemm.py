@@ -20,14 +20,11 @@ from tests.gpu.gemm_cases import (
     dequantized,
     error,
     magnitudes,
-    needs_device,
     operand,
     poisoned,
     row_scales,
     square_scales,
 )
-
-pytestmark = needs_device
 
 SHAPES = [(256, 384, 512), (130, 200, 320), (1, 8, 128), (300, 264, 896), (128, 100, 208), (96, 72, 100), (64, 136, 64)]
 if INTERPRETING:

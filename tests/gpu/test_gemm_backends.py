@@ -8,10 +8,6 @@ from tests.fp8.test_grouped_gemm import ends_of, error, operands, random, stacke
 from tests.gpu.waiting import no_waiting
 from tests.training import runs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 RECIPES = {
     "tensorwise": get_recipe("tensorwise"),
     "blockwise": get_recipe("blockwise"),

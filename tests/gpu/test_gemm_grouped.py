@@ -15,13 +15,10 @@ from tests.gpu.gemm_cases import (
     assert_close,
     dequantized,
     magnitudes,
-    needs_device,
     operand,
     row_scales,
     square_scales,
 )
-
-pytestmark = needs_device
 
 # (group sizes, rows past the last group)
 SIZES = [([1, 0, 37, 130], 40), ([0, 0, 0], 16), ([256, 128, 384], 0), ([129, 300, 0, 77, 5, 260], 100)]

@@ -19,12 +19,9 @@ from tests.gpu.gemm_cases import (
     NAN_BYTE,
     assert_close,
     generator,
-    needs_device,
     operand,
     poisoned,
 )
-
-pytestmark = needs_device
 
 BLACKWELL = not INTERPRETING and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
 NATIVE = pytest.mark.parametrize("native", [False, True] if INTERPRETING or BLACKWELL else [False])

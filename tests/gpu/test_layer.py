@@ -18,10 +18,6 @@ from megafp8.step import StepContext
 from tests.core.helpers import LLAMA, Sink, batch, make_model, relative_error
 from tests.gpu.quantize_cases import holes, normal
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 CUDA = torch.device("cuda")
 RECIPES = {"blockwise": get_recipe("blockwise"), "mxfp8": get_recipe("mxfp8")}
 SHAPES = [(256, 512), (1, 128), (7, 712), (130, 4096), (4092, 896)]

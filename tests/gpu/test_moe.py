@@ -19,10 +19,6 @@ from tests.core.helpers import Sink, randomize, relative_error
 from tests.fp8 import test_grouped_linear as cases
 from tests.gpu.waiting import no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 TILED = [name for name in cases.RECIPES if name != "none"]
 
 

@@ -8,10 +8,6 @@ import torch
 from tests.training.runs import RECIPES, flags, metrics, run, tensors, write_corpus
 from tests.training.test_guard import PRIMARY, events, infinite_output, plant, skipped
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 FP8 = [name for name in RECIPES if name not in ("fp32", "bf16")]
 SIZE = ("--hidden-size", "256", "--ffn-hidden-size", "384", "--num-attention-heads", "4", "--seq-length", "128",
         "--max-position-embeddings", "128")  # fmt: skip

@@ -14,11 +14,6 @@ from megafp8.training.one_rank import measure_one_rank
 from megafp8.training.one_rank_report import report_lines, traffic_differs
 from tests.gpu.fresh import fresh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 LLAMA = {
     "num_layers": 8,
     "hidden_size": 4096,

@@ -19,11 +19,6 @@ from tests.optimizer.helpers import (
 )
 from tests.optimizer.test_adamw import check_100_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 
 def steps(optimizer, count=20, bad=()):
     """Steps on the same random gradients wherever the optimizer is; NaN in those of `bad`."""

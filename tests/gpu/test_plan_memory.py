@@ -6,11 +6,6 @@ import torch
 from megafp8.config import build_config, with_vocab_size
 from megafp8.plan.memory import plan_memory
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 LLAMA = {
     "num_layers": 2,
     "hidden_size": 2048,

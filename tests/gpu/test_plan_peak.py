@@ -14,11 +14,6 @@ from megafp8.plan.measured import measure, owner_lines, rows, table
 from megafp8.plan.memory import plan_memory
 from tests.gpu.fresh import fresh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 DENSE = {
     "num_layers": 2,
     "hidden_size": 4096,

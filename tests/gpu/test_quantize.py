@@ -17,12 +17,9 @@ from tests.gpu.quantize_cases import (
     assert_same,
     expected,
     holes,
-    needs_device,
     normal,
     raw,
 )
-
-pytestmark = needs_device
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.safetensors"))
 SHAPES = [(256, 384), (128, 1024)] if not EMULATING else [(128, 256)]

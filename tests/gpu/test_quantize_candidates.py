@@ -4,11 +4,9 @@ import pytest
 import torch
 from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
 
-from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, holes, needs_device, normal, wide
+from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, holes, normal, wide
 from tests.gpu.test_quantize_derive import offsets_of
 from tests.gpu.test_quantize_fused import gates
-
-pytestmark = needs_device
 
 SHAPES = [(256, 512), (200, 304)] if not EMULATING else [(136, 144)]
 

@@ -14,13 +14,10 @@ from tests.gpu.quantize_cases import (
     assert_same,
     expected,
     holes,
-    needs_device,
     normal,
     raw,
     wide,
 )
-
-pytestmark = needs_device
 
 DERIVABLE = {name: spec for name, spec in ONE_D.items() if spec.scale is not Scale.FP32}
 SHAPES = [(256, 384), (300, 304), (129, 40)] if not EMULATING else [(130, 176)]

@@ -12,12 +12,9 @@ from tests.gpu.quantize_cases import (
     SPECS,
     assert_same,
     expected,
-    needs_device,
     normal,
     raw,
 )
-
-pytestmark = needs_device
 
 NORM_SHAPES = [(256, 4096), (128, 7168), (384, 128), (5, 712), (130, 304), (2, 20480)]
 SWIGLU_SHAPES = [(256, 256), (7, 160), (300, 384), (129, 1)]

@@ -8,10 +8,8 @@ from megafp8.kernels import norm_quantize, swiglu_quantize
 
 from megafp8.fp8 import reference
 from megafp8.fp8.formats import Tile
-from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, needs_device, normal
+from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, normal
 from tests.gpu.test_quantize_fused import gates, rms_norm, ulps
-
-pytestmark = needs_device
 
 TENSORS = ["tensorwise", "tensorwise_e5m2", "tensorwise_pow2"]
 NORM_SHAPES = [(256, 4096), (130, 304)] if not EMULATING else [(12, 512)]

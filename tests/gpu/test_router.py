@@ -15,10 +15,6 @@ from megafp8.step import Statistics, StepContext
 from tests.core.families import DEEPSEEK
 from tests.gpu.waiting import no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 EXPERTS, TOKENS = 64, 512
 
 

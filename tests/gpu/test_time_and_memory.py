@@ -16,10 +16,6 @@ from megafp8.training import profiling, trainer
 from megafp8.training.run_log import read_metrics
 from tests.training.runs import RECIPES, flags, run, write_corpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 SHORT = ("--device", "cuda", "--train-iters", "6", "--eval-iters", "0", "--log-interval", "2")
 LARGE = (
     *("--num-layers", "4", "--hidden-size", "1024", "--ffn-hidden-size", "4096", "--num-attention-heads", "16"),

@@ -15,11 +15,6 @@ from megafp8.training.step import advance_scaling, forward_backward
 from megafp8.training.trainer import Trainer
 from tests.gpu.waiting import no_waiting
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 MODEL = {
     "num_layers": 2,
     "hidden_size": 256,
