@@ -1,30 +1,14 @@
 """Every cross-check: the message names the flag, the value and the mend (CASES 74)."""
 
-import typing
-
 import pytest
 
-from megafp8.config import build_config, parse_args, validate
-from megafp8.config.config import GROUPS, field_table, flag_of, group_of, has_flag
-from megafp8.config.flags import spec_of, value_type
-from megafp8.config.validate.limits import ABOVE_ZERO, AT_LEAST, AT_MOST, BELOW_ONE, REQUIRED
+from megafp8.config import validate
+from tests.config.test_layouts import UNEVEN
 
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "micro_batch_size": 2,
-    "seq_length": 32,
-    "lr": 1e-3,
-    "train_iters": 5,
-    "tokenizer_type": "ByteTokenizer",
-    "mock_data": True,
-}
 ALL_CHECKS = validate.CHECKS
 FP8 = "--bf16 --fp8-format e4m3"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 MOE = "--num-experts 8 --disable-bias-linear"
-EP4 = "--expert-model-parallel-size 4"
 
 # flags beside the small command line -> what the message must say. `-flag` takes a flag of that line away.
 CASES = {
@@ -279,164 +263,6 @@ def test_every_check_can_fail(parse, monkeypatch):
     assert {rule.__name__ for rule in ALL_CHECKS} == tripped
 
 
-UNEVEN = {
-    "--context-parallel-size 4 --seq-length 36": ["--seq-length 36", "2 x --context-parallel-size 4"],
-    f"--context-parallel-size 4 {MOE} --moe-router-load-balancing-type sinkhorn": [
-        "sinkhorn",
-        "--context-parallel-size 4",
-    ],
-    f"--context-parallel-size 4 {MOE} --moe-expert-capacity-factor 1": [
-        "--moe-expert-capacity-factor 1.0",
-        "--context-parallel-size 4",
-    ],
-    "--context-parallel-size 4 --cp-comm-type p2p all_gather": ["--cp-comm-type p2p all_gather"],
-    "--context-parallel-size 4 --cp-comm-type p2p": ["--attention-dropout 0.1", "--cp-comm-type p2p"],
-    "--pipeline-model-parallel-size 4": ["--num-layers 2", "--pipeline-model-parallel-size 4"],
-    "--tensor-model-parallel-size 4 --num-attention-heads 6 --kv-channels 8": ["--num-attention-heads 6"],
-    "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2": ["--num-query-groups 2"],
-    "--tensor-model-parallel-size 4 --ffn-hidden-size 90": ["--ffn-hidden-size 90"],
-    f"--tensor-model-parallel-size 4 {MOE} --moe-ffn-hidden-size 90": ["--moe-ffn-hidden-size 90"],
-    f"--tensor-model-parallel-size 4 {MOE} --moe-shared-expert-intermediate-size 90": [
-        "--moe-shared-expert-intermediate-size 90"
-    ],
-    f"--tensor-model-parallel-size 4 {MOE} --expert-tensor-parallel-size 1": ["--expert-tensor-parallel-size 1"],
-    f"{EP4} {MOE} --num-experts 6": ["--num-experts 6", EP4],
-    EP4: [EP4, "needs --num-experts"],
-    f"{EP4} {MOE} --moe-token-dispatcher-type flex": ["--moe-token-dispatcher-type flex", "add --bf16"],
-    f"{EP4} {MOE} --bf16 --moe-token-dispatcher-type flex --moe-shared-expert-overlap": ["--moe-shared-expert-overlap"],
-    f"{EP4} {MOE} {FP8} --moe-token-dispatcher-type flex --moe-fp8-dispatch --fp8-recipe mxfp8": ["128"],
-    f"--expert-model-parallel-size 2 {MOE} --expert-tensor-parallel-size 2 --moe-token-dispatcher-type flex": [
-        *("--expert-tensor-parallel-size 2", "alltoall"),
-    ],
-    f"{MOE} {FP8} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "--expert-model-parallel-size 1"],
-    f"{EP4} {MOE} --moe-fp8-dispatch": ["--moe-fp8-dispatch", "add --fp8-format e4m3"],
-    f"{EP4} {MOE} --moe-fp8-combine-grad": ["--moe-fp8-combine-grad", "--moe-fp8-dispatch"],
-    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-recipe tensorwise": ["--fp8-recipe tensorwise", "blockwise or mxfp8"],
-    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --no-fp8-power-of-two-scales": ["--no-fp8-power-of-two-scales", "a second"],
-    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --fp8-input-tile 2d --fp8-weight-tile 1d": ["--fp8-input-tile 2d", "use 1d"],
-    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --moe-fp8-combine-grad --moe-token-dispatcher-type allgather": [
-        "use alltoall"
-    ],
-    f"{EP4} {MOE} {FP8} --moe-fp8-dispatch --moe-fp8-combine-grad --fp8-grad-tile 2d --fp8-weight-tile 1d": [
-        *("--fp8-grad-tile 2d", "use 1d"),
-    ],
-    "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel": ["--seq-length 30", "--sequence-parallel"],
-}
-
-
-@pytest.mark.parametrize("flags", UNEVEN)
-def test_ranks_share_evenly(parse, flags):
-    with pytest.raises(ValueError) as error:
-        parse(flags, env={"WORLD_SIZE": "4"})
-    for text in UNEVEN[flags]:
-        assert text in str(error.value), str(error.value)
-
-
-def test_several_processes_are_data_parallel_ranks(parse):
-    config = parse("--tensor-model-parallel-size 2 --sequence-parallel", env={"WORLD_SIZE": "8"})
-    assert config.parallel.data_parallel_size == 4
-    assert config.train.global_batch_size == 4 * config.train.micro_batch_size
-
-
-def test_layout_messages_name_sizes(parse):
-    config = parse().replace(world_size=6, tensor_model_parallel_size=4)
-    with pytest.raises(
-        ValueError, match="world size 6 = tp 4 x .*--tensor-model-parallel-size 4 .* = 4; start a multiple"
-    ):
-        validate.check(config)
-
-
-def test_param_gather_needs_the_sharded_optimizer(parse):
-    """CASES 74."""
-    config = parse("--bf16 --fp8-format e4m3").replace(fp8_param_gather=True)
-    with pytest.raises(ValueError, match="--fp8-param-gather needs --use-distributed-optimizer; add it"):
-        validate.check(config)
-
-
-def test_overlapped_gather_needs_its_partners(parse):
-    with pytest.raises(ValueError, match="--overlap-param-gather needs --use-distributed-optimizer"):
-        parse("--overlap-param-gather --overlap-grad-reduce")
-    with pytest.raises(ValueError, match="--overlap-param-gather needs --overlap-grad-reduce"):
-        parse("--overlap-param-gather --use-distributed-optimizer")
-
-
-@pytest.mark.parametrize("name", REQUIRED)
-def test_required_flags(parse, name):
-    flag = "--" + name.replace("_", "-")
-    with pytest.raises(ValueError, match=f"{flag} is required"):
-        parse(without=(flag,))
-
-
-def values_with(name, value):
-    default = field_table()[name][1].default
-    return build_config(env={}, **SMALL | {name: (value,) if isinstance(default, tuple) else value})
-
-
-@pytest.mark.parametrize(("name", "low"), [(name, low) for low, names in AT_LEAST.items() for name in names])
-def test_lower_limits(name, low):
-    with pytest.raises(ValueError, match=f"{flag_of(name)} .*: give {low} or more"):
-        values_with(name, low - 1)
-
-
-@pytest.mark.parametrize(("name", "high"), [(name, high) for high, names in AT_MOST.items() for name in names])
-def test_upper_limits(name, high):
-    with pytest.raises(ValueError, match=f"{flag_of(name)} .*: give {high} or less"):
-        values_with(name, high + 1)
-
-
-def fields_of(kind):
-    hints = {n: typing.get_type_hints(GROUPS[group])[n] for n, (group, _) in field_table().items() if has_flag(n)}
-    return [n for n, hint in hints.items() if value_type(hint) is kind]
-
-
-@pytest.mark.parametrize("name", fields_of(int))
-def test_no_integer_is_unlimited(name):
-    """Nothing overflows, or hangs, over a slip of the finger."""
-    with pytest.raises(ValueError, match="--.*: give [0-9]+ or less"):
-        values_with(name, 10**20)
-
-
-@pytest.mark.parametrize("name", fields_of(float))
-def test_no_float_leaves_fp32(name):
-    for value in (float("nan"), float("inf"), -float("inf"), 1e39, -1e39):
-        with pytest.raises(ValueError, match="--.*: (give|is infinite in FP32; give)"):
-            values_with(name, value)
-    if name in ABOVE_ZERO:
-        with pytest.raises(ValueError, match="is 0 in FP32"):
-            values_with(name, 1e-45)
-
-
-@pytest.mark.parametrize("name", [n for n in fields_of(str) if spec_of(field_table()[n][1]).choices is None])
-@pytest.mark.parametrize("text", ["", " ", "a\0b"])  # "" passes where it is the default, as W&B's flags have it
-def test_no_text_is_empty(name, text):
-    """An unset variable in a script (`--load "$LOAD"`) must not mean the working directory."""
-    several = "tuple" in str(typing.get_type_hints(GROUPS[group_of(name)])[name])
-    if text == field_table()[name][1].default:
-        assert name.startswith("wandb_")
-        return
-    with pytest.raises(ValueError, match=f"{flag_of(name)} .*empty"):
-        build_config(env={}, **SMALL | {name: (text,) if several else text})
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5"])
-def test_world_size_of_the_environment(parse, text):
-    with pytest.raises(ValueError, match="WORLD_SIZE='.*torchrun"):
-        parse(env={"WORLD_SIZE": text})
-
-
-@pytest.mark.parametrize("name", ABOVE_ZERO + BELOW_ONE)
-@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
-def test_open_limits(name, value):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .*: give "):
-        values_with(name, value)
-
-
-@pytest.mark.parametrize("name", BELOW_ONE)
-def test_probabilities_stay_below_one(name):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} 1.0: give 0 or more, and less than 1"):
-        values_with(name, 1.0)
-
-
 @pytest.mark.parametrize(
     ("flags", "flag"),
     [
@@ -461,57 +287,3 @@ def test_probabilities_stay_below_one(name):
 def test_idle_flags_leave_a_note(parse, flags, flag):
     assert any(note.startswith(f"{flag}: no effect") for note in parse(flags).notes)
     assert not any(note.startswith(flag) for note in parse().notes)
-
-
-# Files
-
-
-def data_prefix(directory, name="corpus"):
-    for suffix in (".bin", ".idx"):
-        (directory / (name + suffix)).touch()
-    return str(directory / name)
-
-
-def test_files_that_exist_pass(parse, tmp_path):
-    prefix = data_prefix(tmp_path, "a corpus")
-    config = parse(f"--data-path 0.5 '{prefix}' 0.5 '{prefix}'", without=("--mock-data",), files=True)
-    assert config.data.split == "969,30,1"
-
-
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_missing_data_file(parse, tmp_path, suffix):
-    prefix = data_prefix(tmp_path)
-    (tmp_path / f"corpus{suffix}").unlink()
-    with pytest.raises(ValueError, match=f"--data-path {prefix}: {prefix}{suffix} is missing; build it"):
-        parse(f"--data-path {prefix}", without=("--mock-data",), files=True)
-    with pytest.raises(ValueError, match=f"--train-data-path {prefix}: "):
-        parse(f"--train-data-path {prefix}", without=("--mock-data",), files=True)
-
-
-def test_data_path_with_suffix(parse, tmp_path):
-    prefix = data_prefix(tmp_path)
-    with pytest.raises(ValueError, match="give the prefix without .bin"):
-        parse(f"--data-path {prefix}.bin", without=("--mock-data",), files=True)
-
-
-def test_missing_tokenizer_file(parse, tmp_path):
-    with pytest.raises(ValueError, match="--tokenizer-model .*: no such file"):
-        parse(f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/no.model", files=True)
-    (tmp_path / "vocab.json").touch()
-    files = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
-    with pytest.raises(ValueError, match="--merge-file .*: no such file"):
-        parse(f"--tokenizer-type GPT2BPETokenizer {files}", files=True)
-
-
-def test_finetune_needs_the_checkpoint(parse, tmp_path):
-    with pytest.raises(ValueError, match="--load .*: no such directory"):
-        parse(f"--finetune --load {tmp_path}/no", files=True)
-    parse(f"--load {tmp_path}/no", files=True)  # a first start: nothing to resume yet
-    parse(f"--finetune --load {tmp_path}", files=True)
-
-
-def test_parse_args_checks_files_by_default(tmp_path):
-    argv = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --seq-length 32 --lr 1e-3 "
-    argv += f"--train-iters 5 --tokenizer-type ByteTokenizer --data-path {tmp_path}/none"
-    with pytest.raises(ValueError, match="is missing"):
-        parse_args(argv.split(), env={})

@@ -1,82 +1,11 @@
-"""The linear layer: outputs and gradients, what it keeps, where gradients go, and when weights are quantized anew."""
-
-import copy
-from dataclasses import dataclass, field
+"""The linear layer: outputs and gradients, what it keeps for backward, where gradients go."""
 
 import pytest
 import torch
 
-from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, gemm, get_recipe
-from megafp8.fp8.quantizer import Quantizer
-from megafp8.params import GradSink, Init, ParamSpec
-from megafp8.step import Phase, StepContext
-
-NAMES = ["tensorwise", "blockwise", "mxfp8", "delayed"]
-ALL_NAMES = pytest.mark.parametrize("name", NAMES)
-
-
-class Sink(GradSink):
-    """A gradient sink whose buffers start at `fill`."""
-
-    def __init__(self, fill=0.0):
-        self.fill, self.buffers, self.count = fill, {}, {}
-
-    def buffer(self, param):
-        return self.buffers.setdefault(id(param), torch.full(param.shape, self.fill))
-
-    def ready(self, param):
-        self.count[id(param)] = self.count.get(id(param), 0) + 1
-
-
-@dataclass
-class History:
-    """Records what is asked of a scaling history."""
-
-    scales: dict = field(default_factory=dict)
-    recorded: list = field(default_factory=list)
-
-    def scale(self, name):
-        return self.scales.get(name)
-
-    def record(self, name, amax):
-        self.recorded.append((name, amax.item()))
-
-
-def make(name, n=70, k=200, bias=True, dtype=torch.bfloat16, seed=0, **options):
-    torch.manual_seed(seed)
-    recipe = get_recipe(name) if name else None
-    spec = ParamSpec("layer.weight", (n, k), Init("normal", 0.02), True)
-    return Linear(k, n, bias, recipe=recipe, weight_spec=options.pop("weight_spec", None), params_dtype=dtype,
-                  name=spec.name, **options)  # fmt: skip
-
-
-def data(m=37, n=70, k=200, dtype=torch.bfloat16, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(m, k, generator=generator).to(dtype).requires_grad_()
-    return x, torch.randn(m, n, generator=generator).to(dtype)
-
-
-def step_for(name, **fields):
-    return StepContext(scaling=History() if name == "delayed" else None, **fields)
-
-
-def fp64_reference(name, linear, x, dy):
-    """(y, dx, dw, db) in FP64 of the dequantized operands."""
-    recipe = linear.recipe
-    q = {
-        "input": recipe.quantizer("input").quantize(x, colwise=True),
-        "weight": recipe.quantizer("weight").quantize(linear.weight, colwise=True),
-        "grad_output": recipe.quantizer("grad_output").quantize(dy, colwise=True),
-    }
-    row = {role: v.rowwise.dequantize().double() for role, v in q.items()}
-    col = {role: v.colwise.dequantize().double() for role, v in q.items()}
-    y = row["input"] @ row["weight"].t()
-    y = y + linear.bias.double() if linear.bias is not None else y
-    return y, row["grad_output"] @ col["weight"].t(), col["grad_output"] @ col["input"].t(), dy.double().sum(0)
-
-
-def error(got, expected):
-    return ((got.double() - expected).norm() / expected.norm()).item()
+from megafp8.fp8 import Linear, QuantizedTensor, gemm, get_recipe
+from megafp8.step import StepContext
+from tests.fp8.linears import ALL_NAMES, Sink, data, error, fp64_reference, make, saved, step_for
 
 
 @ALL_NAMES
@@ -135,14 +64,6 @@ def test_without_a_sink_gradients_go_to_grad(name):
     assert linear.weight.grad.dtype == torch.bfloat16
     assert error(linear.weight.grad, expected[2]) < 3e-3
     assert error(linear.bias.grad, expected[3]) < 3e-3
-
-
-def saved(linear, x, step=None):
-    """Tensors that the forward keeps for backward, the weight aside."""
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = linear(x, step)
-    return y, [t for t in kept if t.data_ptr() != linear.weight.data_ptr()]
 
 
 @ALL_NAMES
@@ -268,157 +189,6 @@ def test_leading_dimensions_and_strides():
         linear(torch.zeros(3, 100))
 
 
-# Weights and their copies.
-
-
-@ALL_NAMES
-def test_cases_05_microbatches_share_bytes_and_a_new_version_is_used(name, monkeypatch):
-    """CASES 05: weight bytes are made once a version, and every way to write the weight makes new ones."""
-    linear = make(name)
-    recipe = linear.recipe
-    calls = []
-    quantizer = type(recipe.quantizer("weight"))
-    original = quantizer.quantize
-    weight_quantizer = recipe.quantizer("weight")
-
-    def counted(self, x, *args, **kwargs):
-        if x is linear.weight:
-            calls.append(x)
-        return original(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(quantizer, "quantize", counted)
-    x, dy = data()
-
-    def passes():
-        for i in range(2):
-            y = linear(x, step_for(name, microbatch=i))
-            y.backward(dy)
-        return y
-
-    before = passes()
-    made = len(calls)
-    assert made == (1 if weight_quantizer.spec.tile.symmetric else 2)
-    assert torch.equal(passes(), before)
-    assert len(calls) == made
-    writers = {
-        "optimizer": lambda value: (linear.weight.owner.write_shard(value), linear.weight.owner.publish()),
-        "data": lambda value: (linear.weight.data.copy_(value), linear.weight.owner.publish()),
-        "no_grad": lambda value: torch.no_grad()(linear.weight.copy_)(value),
-        "state_dict": lambda value: linear.load_state_dict({"weight": value, "bias": linear.bias.data}),
-        "assign": lambda value: linear.load_state_dict({"weight": value, "bias": linear.bias.data}, assign=True),
-        "dtype and back": lambda value: (
-            linear.load_state_dict({"weight": value, "bias": linear.bias.data}),
-            linear.to(torch.float64),
-            linear.to(torch.bfloat16),
-        ),
-    }
-    for number, write in enumerate(writers.values()):
-        value = torch.full((70, 200), float(number + 1), dtype=torch.bfloat16)
-        write(value)
-        y = linear(x, step_for(name))
-        expected = fp64_reference(name, linear, x.detach(), dy)
-        assert torch.equal(linear.weight.detach(), value)
-        assert error(y, expected[0]) < 3e-3
-        x.grad = None
-        y.backward(dy)
-        assert error(x.grad, expected[1]) < 3e-3
-
-
-def train(linear, name, steps=3, evaluate=False, microbatches=2):
-    """SGD through the optimizer's path; returns outputs and gradients of every step."""
-    seen = []
-    for number in range(steps):
-        sink = Sink()
-        for i in range(microbatches):
-            x, dy = data(seed=10 * number + i)
-            y = linear(x, step_for(name, grads=sink, iteration=number, microbatch=i))
-            y.backward(dy)
-            seen += [y.detach(), x.grad]
-        seen.append(sink.buffer(linear.weight))
-        linear.weight.owner.write_shard(linear.weight - 0.01 * sink.buffer(linear.weight))
-        linear.weight.owner.publish()
-        if evaluate:
-            with torch.no_grad():
-                linear(data(seed=99)[0], step_for(name, phase=Phase.EVAL))
-    return seen
-
-
-@ALL_NAMES
-@pytest.mark.parametrize("keep_transposed", [True, False])
-def test_cases_04_an_evaluation_between_steps_changes_nothing(name, keep_transposed):
-    """CASES 04: both copies always come from the current weight."""
-    plain = train(make(name), name)
-    evaluated = train(make(name, keep_transposed=keep_transposed), name, evaluate=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
-    linear = make(name)
-    train(linear, name, evaluate=True)
-    owner = linear.weight.owner
-    expected = linear.recipe.quantizer("weight").quantize(linear.weight, colwise=True)
-    assert torch.equal(owner.operand("fprop").dequantize(), expected.rowwise.dequantize())
-    assert torch.equal(owner.operand("dgrad").dequantize(), expected.colwise.dequantize())
-
-
-@ALL_NAMES
-def test_planted_stale_transposed_copy_is_noticed(name, monkeypatch):
-    """The equality above fails where publish() forgets the colwise copy."""
-    plain = train(make(name), name)
-    weight_class = type(make(name).weight.owner)
-
-    def forgetful(self):
-        stale = self._copies.get("colwise")
-        self._key, self._copies, self._amax = None, {}, None
-        if stale is not None:
-            self._copies["colwise"] = stale
-
-    monkeypatch.setattr(weight_class, "_drop", forgetful)
-    faulty = train(make(name), name)
-    assert not all(torch.equal(a, b) for a, b in zip(plain, faulty, strict=True))
-
-
-@ALL_NAMES
-def test_planted_skipped_refresh_is_noticed(name, monkeypatch):
-    plain = train(make(name), name)
-    monkeypatch.setattr(type(make(name).weight.owner), "_drop", lambda self: setattr(self, "_key", self._key))
-    faulty = train(make(name), name)
-    assert not all(torch.equal(a, b) for a, b in zip(plain, faulty, strict=True))
-
-
-def test_a_weight_written_between_forward_and_backward_is_refused():
-    linear = make("blockwise")
-    x, dy = data()
-    y = linear(x)
-    linear.weight.owner.write_shard(torch.zeros(70, 200))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward(dy)
-
-
-def test_transposed_copy_is_dropped_when_asked():
-    x, dy = data()
-    sizes = {}
-    for keep in (True, False):
-        linear = make("blockwise", keep_transposed=keep)
-        linear(x).backward(dy)
-        sizes[keep] = linear.weight.owner.nbytes
-    assert sizes[False] < 0.6 * sizes[True]
-
-
-def test_deep_copies_own_their_weight():
-    linear = make("blockwise")
-    x, _ = data()
-    y = linear(x)
-    twin = copy.deepcopy(linear)
-    with torch.no_grad():
-        linear.weight.zero_()
-    assert torch.equal(twin(x), y)
-    assert twin.weight.owner.param is twin.weight
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert torch.equal(twin(x), linear(x))
-
-
-# Recompute.
-
-
 @ALL_NAMES
 def test_cases_22_recompute_is_bitwise(name):
     """CASES 22: outputs, gradients and what a history records are those of a run without checkpointing."""
@@ -444,58 +214,6 @@ def test_cases_22_recompute_is_bitwise(name):
             "layer.weight/weight",
             "layer.weight/grad_output",
         ]
-
-
-# Delayed scaling.
-
-
-def test_delayed_uses_the_history_and_records_in_training_only():
-    linear = make("delayed")
-    x, dy = data()
-    scales = {f"layer.weight/{role}": torch.tensor([v]) for role, v in
-              (("input", 3.0), ("weight", 100.0), ("grad_output", 7.0))}  # fmt: skip
-    history, sink = History(scales), Sink()
-    linear(x, StepContext(scaling=history, grads=sink)).backward(dy)
-    q = {
-        role: linear.recipe.quantizer(role).quantize(t, colwise=True, scale=scales[f"layer.weight/{role}"])
-        for role, t in (("input", x.detach()), ("weight", linear.weight), ("grad_output", dy))
-    }
-    assert torch.equal(x.grad, gemm.dgrad(q["grad_output"].rowwise, q["weight"].colwise))
-    assert torch.equal(sink.buffer(linear.weight), gemm.wgrad(q["grad_output"].colwise, q["input"].colwise))
-    assert dict(history.recorded) == {
-        "layer.weight/input": x.detach().abs().max().item(),
-        "layer.weight/weight": linear.weight.abs().max().item(),
-        "layer.weight/grad_output": dy.abs().max().item(),
-    }
-    history.recorded.clear()
-    with torch.no_grad():
-        linear(x, StepContext(phase=Phase.EVAL, scaling=history))
-    assert history.recorded == []
-
-
-def test_a_new_scale_makes_new_weight_bytes():
-    """Once a step: scales are updated, then weights are quantized with them."""
-    linear = make("delayed")
-    state = DelayedScaling.of(torch.nn.Sequential(linear))
-    x, _ = data()
-    step = StepContext(scaling=state)
-    linear(x, step)
-    state.advance()
-    linear(x, step)
-    scale = state.scale("layer.weight/weight")
-    expected = linear.recipe.quantizer("weight").quantize(linear.weight, scale=scale).rowwise
-    assert torch.equal(
-        linear.weight.owner.operand("fprop", scale).data.view(torch.uint8), expected.data.view(torch.uint8)
-    )
-    state.record("layer.weight/weight", torch.tensor([1e3]))
-    state.advance()
-    linear(x, step)
-    assert linear.weight.owner.operand("fprop", state.scale("layer.weight/weight")).scale_inv.item() > 1.0
-
-
-def test_delayed_without_a_history_says_what_to_do():
-    with pytest.raises(ValueError, match="DelayedScaling.of"):
-        make("delayed")(data()[0])
 
 
 def test_a_second_derivative_is_refused():
@@ -524,27 +242,3 @@ def test_what_was_worked_out_follows_the_linear():
     linear.use_recipe(None)
     assert linear.facts() is None
     assert not linear.takes_producer
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "delayed"])
-def test_an_input_that_is_quantized_again_is_measured_once(name, monkeypatch):
-    """The same bits as from a copy kept in FP8; under tensorwise backward is given forward's amax."""
-    results, given, quantize = [], [], Quantizer.quantize
-
-    def watched(self, value, *orientations, amax=None, **options):
-        given.append((tuple(value.shape), amax))
-        return quantize(self, value, *orientations, amax=amax, **options)
-
-    for again in (False, True):
-        linear, (x, dy) = make(name, requantize_input=again), data()
-        y = linear(x, step_for(name))
-        monkeypatch.setattr(Quantizer, "quantize", watched)
-        y.backward(dy)
-        monkeypatch.setattr(Quantizer, "quantize", quantize)
-        results.append((y, x.grad, linear.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    (amax,) = (amax for shape, amax in given if shape == tuple(x.shape))
-    if name == "tensorwise":
-        assert amax.item() == x.float().abs().max().item()
-    else:
-        assert amax is None
