@@ -51,12 +51,13 @@ class Trace:
         self._microbatch = 0
 
     @torch.no_grad()
-    def check(self, name: str, role: str, x: Any, phase: int) -> None:
-        """Notes whether a tensor is finite; nothing waits for the device."""
+    def check(self, name: str, role: str, x: Any, phase: int, live: Tensor | None = None) -> None:
+        """Notes whether a tensor is finite, where `live` (bool, None: everywhere); nothing waits for the device."""
         if isinstance(x, QuantizedTensor):
             x = x.dequantize()
         if isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1:
-            self._flags.append(~x.isfinite().all())
+            bad = ~x.isfinite()
+            self._flags.append((bad if live is None else bad & live).any())
             self._labels.append((name, role, phase, self._microbatch))
             self._addresses.append(x.data_ptr())
 
@@ -127,19 +128,21 @@ class Trace:
 
     def _leaving(self, name: str):
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            live_rows = getattr(module, "live_rows", None)  # of a module whose output has rows that are nobody's
+            live = None if live_rows is None else live_rows(*args)
             for x in output if isinstance(output, tuple) else (output,):
-                self._flowing(name, "output", "grad_output", x)
+                self._flowing(name, "output", "grad_output", x, live)
 
         return hook
 
-    def _flowing(self, name: str, role: str, grad_role: str, x: Any) -> None:
-        self.check(name, role, x, FORWARD)
+    def _flowing(self, name: str, role: str, grad_role: str, x: Any, live: Tensor | None = None) -> None:
+        self.check(name, role, x, FORWARD, live)
         if isinstance(x, Tensor) and x.requires_grad and x.is_floating_point():
             number = self._microbatch
 
             def look(grad: Tensor) -> None:
                 self._microbatch = number
-                self.check(name, grad_role, grad, BACKWARD)
+                self.check(name, grad_role, grad, BACKWARD, live)
 
             x.register_hook(look)
 

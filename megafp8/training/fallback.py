@@ -3,6 +3,9 @@
 Falling back changes what a linear computes with, not what it is: its masters, moments and places in checkpoints stay.
 A weight with a BF16 copy just stops being quantized; an FP8 primary weight gets its BF16 bytes back, beside the FP8
 buffer of the optimizer, which writes it from the masters from then on. Producers ask their consumer anew each step.
+
+Linears that are multiplied together (`ParamSpec.stack`: a layer's experts) fall back together, on all ranks: they stay
+alike, so that they can go on to run as one, and ranks send each other's rows in one format.
 """
 
 from __future__ import annotations
@@ -44,13 +47,17 @@ class Fallbacks:
     def fall_back(self, names: Iterable[str], iteration: int) -> list[str]:
         """The linears among `names` that run in FP8, here or on another rank, run in BF16 from the next step on.
 
-        Every rank calls it; what one of them votes for happens on all. Returns their names.
+        Every rank calls it; what one of them votes for happens on all. Returns their names, and those of linears that
+        are multiplied together with one of them. A name may also be that of the module that holds such a group.
         """
-        own = quantized_modules(self._parts.model)
-        votes = self._parts.parallel.everyone.exchange([sorted(set(names)), sorted(own)])
-        wanted = {name for vote, _ in votes for name in vote} & {name for _, here in votes for name in here}
-        self._fall(dict.fromkeys(sorted(wanted), iteration))
-        return sorted(wanted)
+        own = sorted((name, group_of(linear)) for name, linear in quantized_modules(self._parts.model).items())
+        votes = self._parts.parallel.everyone.exchange([sorted(set(names)), own])
+        voted, groups = {name for vote, _ in votes for name in vote}, {n: g for _, here in votes for n, g in here}
+        # A group whose linears are no modules that run was traced to by the name of what holds it.
+        hit = {group for name, group in groups.items() if name in voted or _holder(name, group) in voted}
+        wanted = sorted(name for name, group in groups.items() if group in hit)
+        self._fall(dict.fromkeys(wanted, iteration))
+        return wanted
 
     def return_due(self, iteration: int) -> list[str]:
         """Linears whose time in BF16 is over run in FP8 from the next step on; returns their names."""
@@ -87,3 +94,14 @@ class Fallbacks:
             optimizer.hold_in_fp8(spec_of(linear.weight).name, only=False)
             linear.use_recipe(None)
         optimizer.write_weights()
+
+
+def group_of(linear: Linear) -> str:
+    """Name of what a linear is multiplied together with; its own where it runs alone."""
+    stack = spec_of(linear.weight).stack
+    return linear.name if stack is None else stack[0]
+
+
+def _holder(name: str, group: str) -> str | None:
+    """Of a linear in a group: the group's name is its holder's, and the kind of linear."""
+    return None if group == name else group.rpartition(".")[0]

@@ -51,7 +51,7 @@ class Experts(nn.ModuleList):
             MLP(f"{name}.{e}", build.experts, ffn=model.moe_ffn_hidden_size, expert=True, recomputed=recomputed)
             for e in range(first, last)
         )
-
+        self.name = name
         for number, mlp in enumerate(self):
             for kind in ("fc1", "fc2"):
                 weight = getattr(mlp, kind).weight
@@ -92,6 +92,11 @@ class Experts(nn.ModuleList):
         inner, weights = inner.detach(), rows.weights.detach()
         with remade(y, lambda: mlp.activation.compute(inner, weights)):
             return fc2(y, **options)
+
+    @staticmethod
+    def live_rows(rows: ExpertRows, *_: object) -> Tensor:
+        """Bool [R, 1]: which rows of the output of `forward` are an expert's. What is in the others is no matter."""
+        return (torch.arange(len(rows.weights), device=rows.weights.device) < rows.ends[-1])[:, None]
 
     def _one_by_one(self, rows: ExpertRows, step: StepContext) -> Tensor:
         counts = rows.counts.tolist()
