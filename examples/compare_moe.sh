@@ -66,6 +66,7 @@ start() { # start NAME FLAG...: train, or with AT_ONCE=1 begin to
 }
 
 say "2/3 three runs"
+[ -z "${AT_ONCE:-}" ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 2) / 3))} # they share the cores, too
 running=()
 start bf16 --seed 1
 start bf16_again --seed 2
