@@ -13,7 +13,7 @@
 #   RUNS=DIR       where everything goes (default runs/regression)
 #   DATA=DIR       where corpus, tokenizer and tokens go (default RUNS/data)
 #   SIZE=full      110 M parameters, 151 M tokens a run, 2.1 M tokens an evaluation: a GPU, minutes
-#   SIZE=small     18 M parameters, 20 M tokens: for ablations
+#   SIZE=small     21 M parameters, 20 M tokens: for ablations
 #   SIZE=tiny      the same on a CPU in minutes, to see that the script works: its gaps mean nothing
 #   JOBS=N         so many runs at once (default: one a GPU); more, for small ones that leave a GPU idle
 #   LIMIT=N        begin no run that would not end within N seconds, by the longest run so far
