@@ -1,4 +1,4 @@
-"""How much of a run's communication nothing hides, from the profiler. Used by selftest_nccl.py."""
+"""How much of a run's communication nothing hides, from the profiler. Used by selftest_checks.py."""
 
 from __future__ import annotations
 
@@ -14,35 +14,42 @@ Spans = list[tuple[float, float]]
 
 
 @contextmanager
-def exposed_communication(device: str) -> Iterator[dict[str, float]]:
-    """Profiles what runs inside; afterwards the dict has `communication_ms`, during which NCCL kernels ran, and
-    `exposed_ms`, the part of it in which no other kernel did, of the last half of the time. Empty on the CPU."""
-    result: dict[str, float] = {}
+def kernels_of(device: str) -> Iterator[list[dict]]:
+    """Profiles what runs inside; afterwards the list has its kernels: trace events with `name`, `ts` and `dur` in
+    microseconds. None on the CPU."""
+    kernels: list[dict] = []
     if device != "cuda":
-        yield result
+        yield kernels
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        yield result
+        yield kernels
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    result |= communication_of([e for e in events if e.get("cat") == "kernel"])
+        kernels += [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "kernel"]
 
 
-def communication_of(kernels: list[dict]) -> dict[str, float]:
-    """kernels: trace events with `name`, `ts` and `dur` in microseconds."""
-    start = min(k["ts"] for k in kernels)
-    middle = (start + max(k["ts"] for k in kernels)) / 2
+def communication_of(kernels: list[dict], milliseconds: float, steps: int = 1) -> dict[str, float]:
+    """Of the last `milliseconds`, in which `steps` steps ran, up to the end of the last kernel that is not NCCL's:
+    `communication_ms`, during which NCCL kernels ran, and `exposed_ms`, the part of it in which no other did; a step.
+    """
+    ends = [k["ts"] + k["dur"] for k in kernels if not _of_nccl(k)]
+    if not ends:
+        return {}
+    first, last = max(ends) - 1e3 * milliseconds, max(ends)
     spans: dict[bool, Spans] = {True: [], False: []}
     for kernel in kernels:
-        if kernel["ts"] >= middle:
-            spans["nccl" in kernel["name"].lower()].append((kernel["ts"], kernel["ts"] + kernel["dur"]))
+        begin, end = max(kernel["ts"], first), min(kernel["ts"] + kernel["dur"], last)
+        if begin < end:
+            spans[_of_nccl(kernel)].append((begin, end))
     communication, computation = union(spans[True]), union(spans[False])
-    both = length(union(communication + computation))
-    exposed = both - length(computation)
-    return {"communication_ms": length(communication) / 1e3, "exposed_ms": exposed / 1e3}
+    exposed = length(union(communication + computation)) - length(computation)
+    return {"communication_ms": length(communication) / 1e3 / steps, "exposed_ms": exposed / 1e3 / steps}
+
+
+def _of_nccl(kernel: dict) -> bool:
+    return "nccl" in kernel["name"].lower()
 
 
 def union(spans: Spans) -> Spans:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import selftest_checks  # noqa: E402
 import selftest_nccl  # noqa: E402
+import selftest_runs  # noqa: E402
 from selftest_trace import communication_of, length, union  # noqa: E402
 
 
@@ -22,16 +25,19 @@ def kernel(name: str, begin: float, end: float) -> dict:
 
 
 def test_exposed_communication_is_what_no_other_kernel_covers():
-    early = [kernel("gemm", 0, 100)]
+    early = [kernel("gemm", 0, 100), kernel("ncclDevKernel_AllGather", 100, 200)]
     late = [
         kernel("ncclDevKernel_AllGather", 1000, 1300),
         kernel("gemm", 1100, 1200),
         kernel("ncclDevKernel_ReduceScatter", 1250, 1400),
         kernel("gemm", 1350, 1500),
     ]
-    found = communication_of(early + late)
+    barrier = [kernel("ncclDevKernel_AllReduce", 1600, 9000)]
+    found = communication_of(early + late + barrier, 0.6)
     assert found["communication_ms"] == pytest.approx(0.4)
     assert found["exposed_ms"] == pytest.approx(0.25)  # 1000-1100 and 1200-1350
+    assert communication_of(early + late + barrier, 0.6, 2)["exposed_ms"] == pytest.approx(0.125)
+    assert communication_of([], 1.0) == {}
 
 
 def test_union_of_spans():
@@ -39,33 +45,116 @@ def test_union_of_spans():
     assert length(union([(0, 1), (5, 7), (6, 6.5)])) == 3
 
 
-def test_gap_is_the_largest_relative_difference():
-    assert selftest_nccl.gap([(2.0, 1.0), (1.0, 1.0)], [(2.0, 1.0), (1.0, 1.5)]) == pytest.approx(0.5)
+def test_gaps_are_the_largest_relative_differences():
+    off = selftest_checks.gaps([(2.0, 1.0), (1.5, 1.0), (1.0, 1.1)], [(2.0, 1.25), (1.0, 1.0), (1.0, 1.0)])
+    assert off == pytest.approx((0.5, 0.2, 0.1))
     with pytest.raises(AssertionError, match="not whole"):
-        selftest_nccl.gap([(1.0, 1.0)], [])
+        selftest_checks.gaps([(1.0, 1.0)], [])
+
+
+def test_fp32_is_compared_over_five_steps_and_closely():
+    expected = [(1.0, 1.0)] * 10
+    late, early = expected[:7] + [(1.1, 1.1)] * 3, [(1.0, 1.0 + 2e-6), *expected[1:]]
+    assert selftest_checks.verdict(late, expected, "fp32")["passed"]
+    assert not selftest_checks.verdict(late, expected, "bf16")["passed"]
+    assert not selftest_checks.verdict(early, expected, "fp32")["passed"]
+    assert selftest_checks.verdict(early, expected, "bf16")["passed"]
 
 
 def test_every_axis_is_tried():
-    assert set(selftest_nccl.layouts(2)) == {"TP2", "TP2+SP", "PP2", "DP2", "CP2", "EP2"}
-    assert "TP2xPP2xDP2" in selftest_nccl.layouts(8)
+    assert set(selftest_checks.layouts(2)) == {"TP2", "TP2+SP", "PP2", "DP2", "CP2", "EP2"}
+    assert "TP2xPP2xDP2" in selftest_checks.layouts(8)
+    assert {"PP2 interleaved", "PP2 tied", "PP2 zero-bubble", "CP2 ring"} == set(selftest_checks.rare_layouts(2))
+
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+rows = Path(sys.argv[1])
+begun = [json.loads(line).get("begin") for line in rows.read_text().splitlines()] if rows.exists() else []
+def add(row):
+    with rows.open("a") as file:
+        file.write(json.dumps(row) + "\\n")
+for name in ("a", "hangs", "b", "dies", "c"):
+    if name not in begun:
+        add({"begin": name, "part": "layouts"})
+        if name == "hangs":
+            add({"name": name, "passed": False, "error": "no end after 1 s"})
+        if name in ("hangs", "dies"):
+            os._exit(75)
+        add({"name": name, "passed": True})
+"""
+
+
+def test_recipes_are_dealt_forth_and_back():
+    assert selftest_nccl.deal(["a", "b", "c", "d", "e", "f"], 4) == [["a"], ["b"], ["c", "f"], ["d", "e"]]
+    assert selftest_nccl.deal(["a", "b"], 4) == [["a"], ["b"]]
+    assert selftest_nccl.deal(["a", "b", "c"], 1) == [["a", "b", "c"]]
+
+
+def finished(job: selftest_nccl.Job) -> list[dict]:
+    job.start()
+    rows = []
+    while not job.over:
+        rows += job.poll()
+        time.sleep(0.02)
+    return rows
+
+
+def test_a_check_that_hangs_or_dies_costs_its_own_row(tmp_path):
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "rows_0.jsonl")]
+    rows = finished(selftest_nccl.Job("0", command, tmp_path, dict(os.environ)))
+    assert [(row["name"], row["passed"]) for row in rows] == [
+        ("a", True), ("hangs", False), ("b", True), ("dies", False), ("c", True),
+    ]  # fmt: skip
+    assert rows[1]["error"] == "no end after 1 s"
+    assert "log_0.txt" in rows[3]["error"]
+    assert "FAIL hangs" in selftest_nccl.line(rows[1])
+
+
+def test_a_job_that_never_begins_is_not_started_for_ever(tmp_path):
+    job = selftest_nccl.Job("0", [sys.executable, "-c", "raise SystemExit(1)"], tmp_path, dict(os.environ))
+    assert finished(job) == []
+
+
+def test_a_check_has_so_long_and_no_longer(tmp_path):
+    """In a process of its own, since it ends it."""
+    code = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import selftest_worker
+rows = selftest_worker.Rows(Path({str(tmp_path / "rows.jsonl")!r}))
+with selftest_worker.limited(30, rows, "quick"):
+    pass
+with selftest_worker.limited(0.2, rows, "slow"):
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 75
+    assert "most recent call first" in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows == [{"name": "slow", "passed": False, "error": "no end after 0.2 s"}]
+
+
+def test_a_wrong_number_is_seen(tmp_path, monkeypatch):
+    runner = selftest_runs.Runner(tmp_path, "cpu", "0")
+    expected = [(5.0 - 0.1 * i, 2.0) for i in range(10)]
+    monkeypatch.setattr(runner, "small", lambda *args: [(loss * 1.001, norm) for loss, norm in expected])
+    monkeypatch.setattr(runner, "reference", lambda *args: expected)
+    name, check = next(selftest_checks.check_layouts(runner, 2, ["fp32"]))
+    assert (name, check()["passed"]) == ("PP2 fp32 = one", False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_on_the_cpu(tmp_path):
-    env = os.environ | {"DEVICE": "cpu", "GPUS": "2", "RECIPES": "fp32 blockwise", "OMP_NUM_THREADS": "1"}
-    env |= {"PARTS": "collectives layouts switches checkpoint"}
+    env = os.environ | {"DEVICE": "cpu", "GPUS": "2", "RECIPES": "fp32 blockwise", "OMP_NUM_THREADS": "1", "JOBS": "1"}
+    env |= {"PARTS": "layouts switches checkpoint collectives", "CHECK_SECONDS": "300"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     script = ["bash", "tools/selftest_nccl.sh", str(tmp_path)]
     done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    rows = json.loads((tmp_path / "selftest.json").read_text())
+    rows = json.loads((tmp_path / "selftest.json").read_text())["rows"]
     assert all(row["passed"] for row in rows)
-    assert len(rows) > 20
-
-    reference = json.loads((tmp_path / "reference.json").read_text())
-    reference["fp32"][0][0] *= 1.001  # a wrong number is seen
-    (tmp_path / "reference.json").write_text(json.dumps(reference))
-    flags = ["tools/selftest_nccl.py", str(tmp_path), "--device", "cpu", "--recipes", "fp32", "--parts", "layouts"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-    assert subprocess.run(torchrun, cwd=ROOT, env=env, capture_output=True).returncode != 0
+    assert len(rows) > 30
