@@ -7,8 +7,9 @@
 # DeepSeek-V3. Without SOURCES it trains on what examples/regression_corpus.py finds: real text, there on every machine.
 # Fails when FP8's training or validation loss is further from BF16's than another seed is, plus 0.25%.
 #
-#   EXTRA="--train-iters 20 ..."   overrides flags          AT_ONCE=1   three runs at once on the one GPU: a small model
-#   MIB=200, VOCAB=8192            text, and vocabulary                  leaves gaps that others fill
+#   EXTRA="--train-iters 20 ..."   overrides flags
+#   AT_ONCE=1                      three runs at once, over as many GPUs as there are; on one they fill each other's gaps
+#   MIB=200, VOCAB=8192            text, and vocabulary
 #   STEP=data                      stops after the data
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -60,14 +61,16 @@ start() { # start NAME FLAG...: train, or with AT_ONCE=1 begin to
     if [ -z "${AT_ONCE:-}" ]; then
         train "$@"
     else
-        train "$@" > "$run/$1.log" 2>&1 &
+        CUDA_VISIBLE_DEVICES=${gpus[${#running[@]} % ${#gpus[@]}]} train "$@" > "$run/$1.log" 2>&1 &
         running+=("$1:$!")
     fi
 }
 
 say "2/3 three runs"
 [ -z "${AT_ONCE:-}" ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 2) / 3))} # they share the cores, too
-running=()
+gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null || true)}
+read -ra gpus <<< "$(tr '\n,' '  ' <<< "$gpus")"
+running=() gpus=("${gpus[@]:-}") # without a GPU: none to see
 start bf16 --seed 1
 start bf16_again --seed 2
 start fp8 --seed 1 --fp8-format e4m3 --fp8-recipe blockwise
