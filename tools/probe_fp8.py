@@ -4,10 +4,10 @@
     tools/probe_fp8.py --load runs/quickstart/checkpoints --data-path runs/quickstart/data_text_document \\
         --split 90,10,0 --output runs/quickstart/probe --budget 0.0025
 
-Each linear alone is computed as each recipe would, all three operands and one at a time; what that does to the loss,
-to the linear's output and to the gradient goes into a ranked table and a heat map. An outlier test multiplies one input
-channel by 1000. At last the whole model runs in FP8, and linears go back to BF16, the worst first, until the loss is
-within --budget: `flags.json` is that configuration, for `pretrain_gpt.py --config`.
+Each linear alone (of experts all of a layer's together) is computed as each recipe would, all three operands and one at
+a time; what that does to the loss, to its output and to the gradient goes into a ranked table and a heat map. An
+outlier test multiplies one input channel by 1000. At last the whole model runs in FP8, and linears go back to BF16, the
+worst first, until the loss is within --budget: `flags.json` is that configuration, for `pretrain_gpt.py --config`.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def read_batches(trained, args) -> list:
 
 
 def probe_linears(probe, recipes: dict) -> list[dict]:
-    """A row a linear, recipe and role."""
+    """A row a unit, recipe and role."""
     from tqdm import tqdm
 
     from megafp8.fp8.recipe import ROLES
 
-    rows, work = [], [(r, n) for r in recipes for n in probe.linears if recipes[r].covers(n) and n in probe.called]
+    rows, work = [], [(r, u) for r in recipes for u in probe.units if probe.covers(recipes[r], u) and u in probe.called]
     for recipe, linear in tqdm(work, unit="linear", disable=not sys.stderr.isatty(), leave=False):
         for role in ("all", *ROLES):
             effect = probe.measure({linear: recipes[recipe]}, None if role == "all" else (role,))
@@ -94,7 +94,7 @@ def probe_outliers(probe, recipes: dict) -> list[dict]:
     from megafp8.training.probe import outlier_error
 
     candidates = {flag: get_recipe(name, **axes) for flag, (name, axes) in MENDS.items()}
-    inputs, rows = probe.inputs(), []
+    inputs, rows = {linear: x for linear, x in probe.inputs().items() if len(x)}, []  # an expert may have no rows
     for name, recipe in recipes.items():
         errors = {}
         for linear, x in inputs.items():
@@ -137,18 +137,17 @@ def report(args, trained, probe, recipes: dict) -> dict:
     choices = choose(probe, recipes, rows, args.budget)
     print(f"\nthe whole model, budget {args.budget:.3%}:")
     for choice in choices:
-        kept = ", ".join(choice["kept"]) or "nothing"
+        kept = ", ".join(map(probe.pattern, choice["kept"])) or "nothing"
         missed = "" if choice["met"] else "  (missed)"
         print(f"  {choice['recipe']:10}  gap {choice['gap']:+.4%}  in BF16: {kept}{missed}")
-    args.output.mkdir(parents=True, exist_ok=True)
     probe_report.heat_map(rows, args.output / "heatmap.png")
     best = choices[0]
-    flags = probe_report.flags_file(dict(trained.config.to_dict()["given"]), best["recipe"], best["kept"])
+    kept = [probe.pattern(unit) for unit in best["kept"]]
+    flags = probe_report.flags_file(dict(trained.config.to_dict()["given"]), best["recipe"], kept)
     (args.output / "flags.json").write_text(flags)
     print(f"\nwritten to {args.output}: probe.json, heatmap.png, flags.json ({best['recipe']})")
-    silent = sorted(probe.linears.keys() - probe.called)
-    if silent:
-        print(f"note: {len(silent)} linears of experts compute together and were not probed one by one")
+    if silent := sorted(probe.units.keys() - probe.called):
+        print(f"note: not probed, since they did not compute: {', '.join(silent)}")
     return {"base_loss": probe.base.loss, "budget": args.budget, "rows": rows, "outliers": outliers, "choices": choices}
 
 
@@ -165,6 +164,10 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--recipes {unknown[0]}: no such recipe; use {', '.join(FLAGS)}")
         if args.batches < 1 or not args.budget >= 0:
             raise ValueError("--batches: give 1 or more; --budget: give 0 or more")
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--output {args.output}: {error.strerror}; name a directory") from None
         recipes = {name: get_recipe(name, fp8_format=FLAGS[name]["fp8_format"]) for name in args.recipes}
         device = pick_device(args.device)
         trained = load_trained(args.load, device, step=args.ckpt_step, tokenizer_model=args.tokenizer_model)

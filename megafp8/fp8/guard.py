@@ -26,13 +26,15 @@ WEIGHTS, FORWARD, BACKWARD = -1, 0, 1
 @dataclass(frozen=True)
 class Finding:
     """The first non-finite values of a step. name: of a module or parameter. role: weight, input or output; grad_output
-    or grad_input, the gradient that came to the module or that it made; wgrad. rank: that met it first."""
+    or grad_input, the gradient that came to the module or that it made; wgrad. rank: that met it first. place: how many
+    looks at that pass came before."""
 
     name: str
     role: str
     phase: int
     microbatch: int
     rank: int
+    place: int = 0
 
     def __str__(self) -> str:
         if self.phase == WEIGHTS:
@@ -84,12 +86,13 @@ class Trace:
         return _Looking(grads, self)
 
     def first(self, parallel: ParallelContext) -> Finding | None:
-        """The first finding over all ranks, which all call it: by microbatch and stage in forward, backward after."""
+        """The first finding over all ranks, which all call it: by microbatch and stage in forward, backward after; in a
+        stage by what its ranks, which all do the same, have done before: what one has sent the others meet later."""
         findings = [Finding(**f) for found in parallel.everyone.exchange(self._own(parallel)) for f in found]
 
         def order(f: Finding) -> tuple[int, ...]:
             stage = f.rank * parallel.pp.size // parallel.world_size
-            return f.phase, f.microbatch, -stage if f.phase == BACKWARD else stage, f.rank
+            return f.phase, f.microbatch, -stage if f.phase == BACKWARD else stage, f.place, f.rank
 
         return min(findings, key=order, default=None)
 
@@ -97,8 +100,10 @@ class Trace:
         bad = torch.stack(self._flags).nonzero().flatten().tolist() if self._flags else []
         if not bad:
             return []
-        name, role, phase, microbatch = self._labels[self._maker(bad[0])]
-        return [asdict(Finding(name, role, phase, microbatch, parallel.rank))]
+        at = self._maker(bad[0])
+        name, role, *run = self._labels[at]
+        place = sum(label[2:] == tuple(run) for label in self._labels[:at])
+        return [asdict(Finding(name, role, *run, parallel.rank, place))]
 
     def _maker(self, at: int) -> int:
         """Which look blames the right module: a gradient is seen by the module that it goes to, then by those whose

@@ -2,6 +2,8 @@
 
 `Emulated` linears quantize the operands of the roles asked for, in the orientations that the three GEMMs read, and
 multiply in FP32: what FP8 GEMMs give, but for the order of additions. So each role can be looked at alone.
+
+What is changed alone is a unit: a linear, or all experts' fc1 or fc2 of a layer, which run one after the other here.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megafp8.core.moe.experts import Experts
 from megafp8.data import Batch
 from megafp8.fp8 import Linear, Recipe
 from megafp8.fp8.recipe import ROLES
 from megafp8.step import Phase, StepContext
+from megafp8.training.fallback import group_of
 from megafp8.training.step import run_stage
 
 STEP = StepContext(phase=Phase.EVAL)
@@ -44,7 +48,7 @@ class Emulated(torch.autograd.Function):
 
 def quantized(x: Tensor, recipe: Recipe, role: str, roles: Collection[str], *, colwise: bool = False) -> Tensor:
     """`x` in FP32 as the GEMMs see it: through FP8 and back, if its role is one of `roles`."""
-    if role not in roles:
+    if role not in roles or not x.numel():  # an expert may have no rows
         return x.float()
     return recipe.quantizer(role).quantize(x.detach(), not colwise, colwise).dequantize(torch.float32)
 
@@ -53,7 +57,7 @@ def quantized(x: Tensor, recipe: Recipe, role: str, roles: Collection[str], *, c
 class Effect:
     """What a change of precision does.
 
-    loss: of the model, nats a token. output_error: of the linear, ||y' - y|| / ||y||; None for several linears.
+    loss: of the model, nats a token. output_error: of the unit, ||y' - y|| / ||y||; None for several units.
     cosine: of all parameters' gradients with those in high precision; None: not asked for.
     """
 
@@ -63,23 +67,32 @@ class Effect:
 
 
 class Probe:
-    """A model and the batches it is measured on. All of its linears are set to high precision."""
+    """A model and the batches it is measured on. All of its linears are set to high precision.
+
+    units: name -> names of its linears. A unit that is not in `called` did not compute.
+    """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], recipes: Collection[Recipe]) -> None:
         self.model, self.batches = model, list(batches)
         self.linears: dict[str, Linear] = {}
         for module in model.modules():
+            if isinstance(module, Experts):
+                module.apart = True
             if isinstance(module, Linear) and module.name is not None:
                 module.use_recipe(None)
                 if any(recipe.covers(module.name) for recipe in recipes):
                     self.linears[module.name] = module
-        self.called = self._called()
+        self.units: dict[str, list[str]] = {}
+        for name, linear in self.linears.items():
+            self.units.setdefault(group_of(linear), []).append(name)
+        seen = self._called()
+        self.called = {unit for unit, names in self.units.items() if seen & set(names)}
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._gradient: Tensor | None = None
         self.base = self.measure({}, None, with_cosine=False)
 
     def _called(self) -> set[str]:
-        """The linears that compute when the model does: grouped experts' go another way."""
+        """The linears that compute when the model does."""
         seen: set[str] = set()
         handles = [m.register_forward_hook(lambda m, a, y, n=n: seen.add(n)) for n, m in self.linears.items()]
         self._loss(self.batches[:1])
@@ -107,15 +120,24 @@ class Probe:
     def measure(
         self, changed: Mapping[str, Recipe], roles: Collection[str] | None = None, *, with_cosine: bool = True
     ) -> Effect:
-        """changed: linear -> recipe it computes with. roles: that are quantized; None: all."""
+        """changed: unit -> recipe it computes with. roles: that are quantized; None: all."""
         errors: list[Tensor] = []
-        with self._changed(changed, ROLES if roles is None else roles, errors):
+        linears = {name: recipe for unit, recipe in changed.items() for name in self.units[unit]}
+        with self._changed(linears, ROLES if roles is None else roles, errors if len(changed) == 1 else None):
             if not with_cosine:
                 with torch.no_grad():
                     loss = self._loss(self.batches)
                 return Effect(loss, self._error(errors))
             loss, gradient = self._loss_and_gradient()
         return Effect(loss, self._error(errors), cosine_of(gradient, self.gradient))
+
+    def covers(self, recipe: Recipe, unit: str) -> bool:
+        return recipe.covers(self.units[unit][0])
+
+    def pattern(self, unit: str) -> str:
+        """What flags call a unit."""
+        holder, _, kind = unit.rpartition(".")
+        return unit if unit in self.linears else f"{holder}.*.{kind}"
 
     @property
     def gradient(self) -> Tensor:
@@ -125,20 +147,23 @@ class Probe:
         return self._gradient
 
     @contextmanager
-    def _changed(self, changed: Mapping[str, Recipe], roles: Collection[str], errors: list[Tensor]) -> Iterator[None]:
+    def _changed(
+        self, changed: Mapping[str, Recipe], roles: Collection[str], errors: list[Tensor] | None
+    ) -> Iterator[None]:
         for name, recipe in changed.items():
-            self.linears[name].forward = self._forward(self.linears[name], recipe, roles, errors, len(changed) == 1)
+            self.linears[name].forward = self._forward(self.linears[name], recipe, roles, errors)
         try:
             yield
         finally:
             for name in changed:
                 del self.linears[name].forward
 
-    def _forward(self, linear: Linear, recipe: Recipe, roles: Collection[str], errors: list[Tensor], alone: bool):
+    @staticmethod
+    def _forward(linear: Linear, recipe: Recipe, roles: Collection[str], errors: list[Tensor] | None):
         def forward(x: Tensor, step: StepContext | None = None, **rest) -> Tensor:
             flat = x.reshape(-1, linear.in_features)
             y = Emulated.apply(flat, linear.weight, linear.bias, recipe, roles)
-            if alone:
+            if errors is not None:
                 with torch.no_grad():
                     operands = ((flat, "input"), (linear.weight, "weight"))
                     found, exact = (
@@ -149,7 +174,7 @@ class Probe:
                         )
                     )
                     errors.append(torch.stack([(found - exact).double().square().sum(), exact.double().square().sum()]))
-            return y.view(*x.shape[:-1], -1)
+            return y.view(*x.shape[:-1], y.shape[-1])
 
         return forward
 
@@ -189,12 +214,12 @@ def cosine_of(a: Tensor, b: Tensor) -> float:
 
 
 def keep_within(probe: Probe, recipe: Recipe, ranking: Sequence[str], budget: float) -> tuple[list[str], float]:
-    """The fewest of the linears, in the order of `ranking`, that have to stay in BF16 for the whole model's loss to be
+    """The fewest of the units, in the order of `ranking`, that have to stay in BF16 for the whole model's loss to be
     within `budget` (relative) of high precision; and the gap that is left."""
     kept: list[str] = []
     for name in (None, *ranking):
         kept += [] if name is None else [name]
-        changed = {n: recipe for n in probe.linears if n not in kept and recipe.covers(n)}
+        changed = {unit: recipe for unit in probe.units if unit not in kept and probe.covers(recipe, unit)}
         gap = probe.measure(changed, with_cosine=False).loss / probe.base.loss - 1
         if abs(gap) <= budget:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from megafp8.training.run_log import read_metrics
 from megafp8.training.timers import Timers
 from tests.training.runs import RECIPES, flags, write_corpus
 from tests.training.test_guard import LAYER, PRIMARY, events, infinite_output, plant, skipped
+from tests.training.test_guard_experts import MOE, OF_ALL, spoilt
 
 TP_DP = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 SHORT = ("--train-iters", "4", "--eval-iters", "0", "--log-interval", "1", "--global-batch-size", "8")
@@ -71,6 +73,38 @@ def run_with_fault(argv: list[str]) -> int:
 
     with plant(spoil, iterations=range(3, 99)):
         return pretrain_gpt.main(argv)
+
+
+def run_with_bad_columns(argv: list[str]) -> int:
+    """The second tensor-parallel rank's columns of a linear are infinite, in the third step."""
+    with plant(infinite_output) if os.environ["RANK"] == "1" else nullcontext():
+        return pretrain_gpt.main(argv)
+
+
+def test_the_rank_that_made_it_is_named_and_not_who_got_it(pool, corpus, tmp_path):
+    """Rank 0 meets it one layer later, in the sum of both ranks' rows."""
+    argv = command(corpus, tmp_path, *TP_DP)
+    assert pool.run_on(2, run_with_bad_columns, argv) == [0] * 2
+    (event,) = events(tmp_path)
+    assert (event["iteration"], event["first"], event["role"]) == (3, LAYER, "output")
+    assert "on rank 1" in event["message"]
+
+
+def run_with_bad_experts(argv: list[str]) -> int:
+    """An expert of the second rank gives infinite rows from the third step on."""
+    with spoilt(range(3, 99), number=1) if os.environ["RANK"] == "1" else nullcontext():
+        return pretrain_gpt.main(argv)
+
+
+@pytest.mark.parametrize("dispatch", [(), ("--moe-fp8-dispatch",)], ids=["bf16", "fp8"])
+def test_one_ranks_expert_makes_those_of_all_ranks_fall_back(pool, corpus, tmp_path, dispatch):
+    """EP 2: else one rank would send rows in another format than the other one takes."""
+    argv = command(corpus, tmp_path, "--fp8-fallback-after", "1", *MOE, *dispatch)
+    assert pool.run_on(2, run_with_bad_experts, [*argv, "--expert-model-parallel-size", "2"]) == [0] * 2
+    nonfinite, fallback = events(tmp_path)
+    assert nonfinite["first"] == "layers.1.mlp.experts"
+    assert fallback["linears"] == OF_ALL
+    assert skipped(tmp_path) == [3]
 
 
 def test_one_ranks_fault_makes_all_ranks_fall_back(pool, corpus, tmp_path):

@@ -117,12 +117,42 @@ def test_the_flags_file_keeps_the_budget(trained, tmp_path, capsys):
     assert "flags.json (tensorwise)" in capsys.readouterr().out
 
 
+MOE = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32", "--moe-layer-freq", "[0,1]"),
+    *("--moe-router-load-balancing-type", "none"),
+)
+
+
+def test_the_experts_of_a_layer_are_probed_as_one(trained, tmp_path, capsys):
+    """Each of their linears computes as the recipe would, also one that gets no rows; the flags' pattern names them."""
+    prefix, fc1 = trained[1], "layers.1.mlp.experts.fc1"
+    argv = flags(prefix, "--bf16", "--train-iters", "4", "--eval-iters", "0", "--lr", "1e-2", *MOE)
+    assert run(*argv, "--save", str(tmp_path / "c")) == 0
+    words = ["--load", str(tmp_path / "c"), "--data-path", str(prefix), "--split", "80,20,0", "--batches", "1"]
+    words += ["--output", str(tmp_path / "out"), "--micro-batch-size", "2", "--recipes", "blockwise", "--budget", "0"]
+    assert probe_fp8.main(words) == 0, "met when all have gone back"
+    found = json.loads((tmp_path / "out" / "probe.json").read_text())
+    rows = {(row["linear"], row["role"]): row for row in found["rows"]}
+    assert len(rows) == (4 + 2 + 2) * 4
+    for role in ("all", "input", "weight"):
+        assert 0.005 < rows[fc1, role]["output_error"] < 0.1
+    assert rows[fc1, "grad_output"]["output_error"] == 0
+    assert rows[fc1, "all"]["cosine"] < 1
+    kept = json.loads((tmp_path / "out" / "flags.json").read_text())["keep_modules_in_bf16"]
+    assert "layers.1.mlp.experts.*.fc1" in kept
+    assert run("--config", str(tmp_path / "out" / "flags.json"), "--dry-run") == 0
+    assert "not probed" not in capsys.readouterr().out
+
+
 def test_mistakes_are_one_line(trained, tmp_path, capsys):
     directory, prefix = trained
     argv = ["--load", str(directory / "c"), "--data-path", str(prefix), "--output", str(tmp_path)]
     assert probe_fp8.main([*argv, "--recipes", "fp4"]) == 2
     assert probe_fp8.main([*argv, "--batches", "9999"]) == 2
+    (tmp_path / "file").write_text("")
+    assert probe_fp8.main([*argv, "--output", str(tmp_path / "file")]) == 2
     assert [line.split(":")[2] for line in capsys.readouterr().err.splitlines()] == [
         " --recipes fp4",
         " --batches 9999",
+        f" --output {tmp_path / 'file'}",
     ]

@@ -58,11 +58,12 @@ class Experts(nn.ModuleList):
                 attach_spec(weight, replace(spec_of(weight), stack=(f"{name}.{kind}", number)))
         self.recomputed = recomputed
         self._grouped = (GroupedLinear([mlp.fc1 for mlp in self]), GroupedLinear([mlp.fc2 for mlp in self]))
+        self.apart = False  # True: run one after the other, so that each linear can be looked at
 
     @property
     def groups(self) -> bool:
         """Whether all run as one; else one after the other."""
-        return all(can_group(grouped.linears) for grouped in self._grouped)
+        return not self.apart and all(can_group(grouped.linears) for grouped in self._grouped)
 
     def row_spec(self, *, training: bool) -> RowSpec:
         """How their input is wanted; training: whether backward follows."""
