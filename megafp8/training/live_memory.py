@@ -106,7 +106,8 @@ def graph_bytes(roots: Iterable[Node], storages: _Storages) -> dict[str, int]:
         kept, again = _kept_by(node)
         if size := storages.add(kept):
             sums[label] = sums.get(label, 0) + size
-        stack.extend((before, own or reader) for before, _ in node.next_functions)
+        with suppress(RuntimeError):  # PyTorch 2.11: of a forward that an error has ended. Its inputs are in frames
+            stack.extend((before, own or reader) for before, _ in node.next_functions)
         if size := storages.add(again):
             sums[AGAIN] = sums.get(AGAIN, 0) + size
     return sums

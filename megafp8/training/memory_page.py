@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from megafp8.config import Config
 from megafp8.plan.activations import by_module
 from megafp8.plan.memory import MemoryPlan, plan_memory
 from megafp8.training.build import Parts
@@ -25,19 +26,20 @@ def memory_page(parts: Parts, error: BaseException | None = None) -> list[str]:
 
     A part that can't be made says why in its place: it must not hide the others, nor end a run that is well.
     """
-    lines, live, plan = [], LiveMemory({}), None
+    lines, live, plan, config = [], LiveMemory({}), None, parts.config
     try:
         live = live_memory(parts, error)
     except Exception as second:
         lines.append(_unknown("what is there now", second))
     try:
-        plan = plan_memory(parts.config, parts.device, parts.parallel.pp.rank)
+        config = config.replace(device=parts.device.type)  # "auto" may be a GPU's
+        plan = plan_memory(config, parts.device, parts.parallel.pp.rank)
     except Exception as second:
         lines.append(_unknown("the plan", second))
     lines += _part("memory by owner", lambda: _owner_lines(plan, live))
     lines += _part("the device", lambda: _device_lines(parts.device))
     lines += _part("activations by module", lambda: _module_lines(plan, live))
-    lines += _part("what would save most", lambda: _saving_lines(parts, parts.parallel.pp.rank))
+    lines += _part("what would save most", lambda: _saving_lines(config, parts))
     return lines
 
 
@@ -102,8 +104,8 @@ def _largest(sizes: dict[str, int]) -> Iterator[str]:
         yield f"  {name:<58}{_size(sum(size for _, size in rest))}"
 
 
-def _saving_lines(parts: Parts, stage: int) -> Iterator[str]:
-    found = savings(parts.config, parts.device, stage)
+def _saving_lines(config: Config, parts: Parts) -> Iterator[str]:
+    found = savings(config, parts.device, parts.parallel.pp.rank)
     if not found:
         yield "no flag that could be changed alone would save memory: use a smaller model, or more GPUs"
         return

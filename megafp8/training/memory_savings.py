@@ -102,7 +102,7 @@ def _recompute(config: Config) -> Iterator[Candidate]:
 
 def _planned(config: Config, candidate: Candidate, device: torch.device, stage: int) -> MemoryPlan | None:
     """The plan of the rank that then needs most; None where the flags don't go together."""
-    values = dict(config.given)
+    values = dict(config.given) | {"device": config.train.device}
     if candidate.kind == "recompute":
         values.pop("recompute_activations", None)  # the old form of the same
     if not any(name in values for name in KEPT):

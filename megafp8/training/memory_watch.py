@@ -10,6 +10,7 @@ https://pytorch.org/memory_viz opens snapshots.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -91,7 +92,7 @@ class MemoryWatch:
         rank, world = self._parts.parallel.rank, self._parts.parallel.world_size
         get_error_handler().record_exception(error)  # for torchrun's last lines
         reason = f"rank {rank} of {world} ran out of memory in iteration {iteration}"
-        lines = [f"{reason}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"]
+        lines = [f"{reason}: {_what(error)}"]
         lines += [f"  at {_place(error)}", *(f"  {note}" for note in getattr(error, "__notes__", ()))]
         lines += [*memory_page(self._parts, error), self._dump("oom")]
         stacks = "".join(traceback.format_exception(error))
@@ -127,6 +128,12 @@ class MemoryWatch:
             except OSError as error:
                 shown = [*shown, f"this page is in no file: {error}"]
         print("\n".join(shown), file=stream, flush=True)
+
+
+def _what(error: BaseException) -> str:
+    """Its first line, without what CUDA's allocator says of the device, and of every process there: the page does."""
+    said = str(error).splitlines()
+    return re.split(r" GPU \d+ has a total capacity", said[0])[0] if said else type(error).__name__
 
 
 def _place(error: BaseException) -> str:

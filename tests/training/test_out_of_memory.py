@@ -17,8 +17,9 @@ from megafp8.parallel import ParallelContext
 from megafp8.plan.memory import plan_memory
 from megafp8.training import build, trainer
 from megafp8.training.build import lacks_memory
+from megafp8.training.live_memory import END, _Storages, graph_bytes
 from megafp8.training.memory_savings import savings
-from megafp8.training.memory_watch import EXIT_OUT_OF_MEMORY, MemoryWatch
+from megafp8.training.memory_watch import EXIT_OUT_OF_MEMORY, MemoryWatch, _what
 from megafp8.training.watchdog import Watchdog
 from tests.training.runs import RECIPES, flags, run, write_corpus
 from tests.training.test_watchdog import Shelf
@@ -182,6 +183,44 @@ def test_a_page_or_snapshot_that_cannot_be_made_ends_no_run(tmp_path, capsys, mo
     assert "the plan: not known, AttributeError at " in err
     assert f"no snapshot: {tmp_path / 'snapshot_rank0_oom.pickle'}: OSError: no space left" in err
     assert "this page is in no file: no space left" in err
+
+
+def test_a_graph_that_an_error_ended_is_counted_as_far_as_it_is_known():
+    """PyTorch 2.11 takes the edges from a node whose forward failed."""
+
+    class Ended:
+        def __init__(self):
+            self.tensor = torch.ones(64)
+
+        @property
+        def next_functions(self):
+            raise RuntimeError("Attribute 'next_functions' is invalid")
+
+    x = torch.ones(8, requires_grad=True)
+    assert graph_bytes([Ended(), (x * x).grad_fn], _Storages()) == {END: 4 * 64 + 4 * 8}
+
+
+def test_a_device_without_word_is_the_one_that_runs(corpus, tmp_path, capsys, monkeypatch):
+    """--device auto on a CPU: nothing of a GPU's is planned."""
+
+    def no_memory(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(trainer.Trainer, "_iteration", no_memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    argv = flags(corpus, *SHORT, "--log-dir", str(tmp_path), "--device", "auto")
+    with pytest.raises(SystemExit):
+        run(*argv)
+    err = capsys.readouterr().err
+    assert "ran out of memory in iteration 1: MemoryError" in err
+    (line,) = (line for line in err.splitlines() if line.startswith("  workspaces and tables "))
+    assert " MiB" not in line, "cuBLAS's"
+
+
+def test_what_a_gpu_says_of_others_is_left_out():
+    said = "CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 97.37"
+    assert _what(torch.OutOfMemoryError(said)) == "CUDA out of memory. Tried to allocate 256.00 MiB."
+    assert _what(torch.OutOfMemoryError("more\nlines")) == "more"
 
 
 def test_a_signal_asks_for_the_page(corpus, tmp_path, capsys, monkeypatch):
