@@ -156,6 +156,8 @@ def measure(parts: Parts, rounds: int, steps: int) -> dict[str, list[float]]:
                 mode.run(steps)
             if number:
                 times[mode.name].append(taken[0] / steps)
+        if number:
+            print(f"round {number}: " + ", ".join(f"{name} {ms[-1]:.3f}" for name, ms in times.items()), flush=True)
     return times
 
 
