@@ -53,12 +53,18 @@ class LocalTimes:
 
 
 def balance(
-    parallel: ParallelContext, device: torch.device, times: tuple[float, float], iterations: int, seconds: float
+    parallel: ParallelContext,
+    device: torch.device,
+    times: tuple[float, float],
+    iterations: int,
+    seconds: float,
+    starting: bool = False,
 ) -> tuple[dict[str, float | int], list[str]]:
     """Numbers for the metrics, and lines on what is slow; every rank calls it.
 
     times: of `LocalTimes.take`; seconds: of the wall, an iteration. data_ms: of the rank that waited longest, an
-    iteration; compute_ms_max, compute_ms_median: over the ranks; slowest_rank.
+    iteration; compute_ms_max, compute_ms_median: over the ranks; slowest_rank. starting: the loader's processes began
+    in this time, which says nothing of slow data.
     """
     own = torch.tensor(times, dtype=torch.float64, device=device) / iterations
     waited, worked = parallel.everyone.gather(own.view(1, 2)).t().tolist()
@@ -71,7 +77,7 @@ def balance(
         "slowest_rank": slowest,
     }
     lines = []
-    if waited[thirstiest] > DATA_SHARE * seconds:
+    if waited[thirstiest] > DATA_SHARE * seconds and not starting:
         share = waited[thirstiest] / seconds
         lines.append(
             f"slow data: rank {thirstiest} waited {1e3 * waited[thirstiest]:.0f} ms an iteration for its batches, "

@@ -47,7 +47,7 @@ class Trainer:
         self.schedule = parts.schedule
         self._start = time.monotonic()
         self._agreement = Agreement(parts.parallel, parts.device)
-        self._stopped_by = 0
+        self._stopped_by, self._starting = 0, True
         self._saved_iteration: int | None = None
         self._save_failed = False
         self._ended = "done"
@@ -279,7 +279,8 @@ class Trainer:
         parallel, device, timers = self.parts.parallel, self.parts.device, self.parts.timers
         seconds, held_up = timers.take()
         waited, worked = self._runner.times.take(held_up)
-        numbers, notes = balance(parallel, device, (waited, worked), len(records), per_iteration)
+        numbers, notes = balance(parallel, device, (waited, worked), len(records), per_iteration, self._starting)
+        self._starting = False
         seconds = {name: value / len(records) for name, value in (seconds | {DATA: waited}).items()}
         phases = over_ranks(parallel, device, timers.names, seconds)
         numbers |= {"timers": {phase.name: phase.numbers() for phase in phases}} if phases else {}
