@@ -91,26 +91,35 @@ SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
 ADDING = HopperConfig(rows=128, stages=3, buffers=2)  # the same for FP32 results, which TMA writes or adds
 FAST = HopperConfig(rows=128, stages=4)  # the same, and nothing to promote meanwhile
 SMALL_COST = 1.07  # time of a 256 x 128 tile's work in two small ones
+DEEP = 2048  # where a contraction as long as this hides that TMA adds to C
 
 
 def hopper_config(problem: Problem, programs: int = 132) -> HopperConfig:
     """The configuration of the Gluon kernel for a problem: measured, see docs/gemm_kernels.md.
 
-    Large tiles read less and are faster where they fill the device as well. Where C is added to, small ones are, into
-    whose ring a whole tile of C fits. 1D1D without addition would spill in large ones.
+    Large tiles read less and are faster where they fill the device as well. FP32 results go through small ones under
+    tensorwise scales, which gain little from large ones and add a tile of C in their ring; and where a short
+    contraction is added to C.
     """
     if problem.fast:
         return FAST
+    large = LARGE
     if problem.accumulate or problem.kind == GROUPED_K or problem.scaling == BLOCK_1D1D:
-        return SMALL
-    return SMALL if SMALL_COST * _rounds(problem, SMALL, programs) < _rounds(problem, LARGE, programs) else LARGE
+        if problem.scaling != BLOCK_1D1D or problem.out.dtype != torch.float32:
+            return SMALL
+        depth = problem.K // (problem.groups if problem.kind == GROUPED_K else 1)
+        if problem.accumulate and depth < DEEP:
+            return SMALL
+        large = ADDING
+    return SMALL if SMALL_COST * _rounds(problem, SMALL, programs) < _rounds(problem, large, programs) else large
 
 
 def _rounds(problem: Problem, config: HopperConfig, programs: int) -> int:
     """Rows of tiles that a program works on, one after the other, if groups are alike."""
     groups = problem.groups if problem.kind == GROUPED_M else 1
     row_tiles = groups * triton.cdiv(triton.cdiv(problem.M, groups), 2 * config.rows)
-    return triton.cdiv(row_tiles * triton.cdiv(problem.N, BLOCK), programs) * config.rows
+    tiles = row_tiles * triton.cdiv(problem.N, BLOCK) * (problem.groups if problem.kind == GROUPED_K else 1)
+    return triton.cdiv(tiles, programs) * config.rows
 
 
 @cache

@@ -194,17 +194,29 @@ def test_mxfp8_token_counts_do_not_recompile():
         (SMALL, DENSE, BLOCK_1D2D, {}, (512, 512)),
         (SMALL, DENSE, BLOCK_1D2D, {}, (4096, 1536)),  # three rounds of small tiles, two of large ones
         (FAST, DENSE, TENSORWISE, {"fast": True}, (512, 512)),
-        (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192)),
-        (SMALL, DENSE, BLOCK_1D1D, {}, (8192, 8192)),
+        (ADDING, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192, 8192)),
+        (ADDING, DENSE, BLOCK_1D1D, {}, (8192, 8192)),
+        (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192)),  # a short contraction
+        (
+            SMALL,
+            DENSE,
+            BLOCK_1D1D,
+            {"accumulate": True},
+            (7168, 2048, 4096),
+        ),  # 7 rounds of small ones, 4 of large
+        (SMALL, DENSE, TENSORWISE, {"accumulate": True}, (8192, 8192, 8192)),
         (LARGE, GROUPED_M, BLOCK_1D2D, {}, (3 * 4096, 4096)),
         (SMALL, GROUPED_M, BLOCK_1D2D, {}, (3 * 128, 4096)),
-        (SMALL, GROUPED_K, BLOCK_1D1D, {"accumulate": True}, (4096, 4096)),
+        (ADDING, GROUPED_K, BLOCK_1D1D, {"accumulate": True}, (4096, 4096, 3 * 4096)),
+        (SMALL, GROUPED_K, BLOCK_1D1D, {"accumulate": True}, (4096, 4096, 3 * 1024)),
+        (ADDING, GROUPED_K, BLOCK_1D1D, {}, (4096, 4096, 3 * 1024)),
     ],
 )
 def test_configuration_by_problem(expected, kind, scaling, options, shape):
     with torch.device("meta"):
         ends = None if kind == DENSE else torch.zeros(GROUPS, dtype=torch.int32)
-        a, b = torch.zeros(shape[0], 256), torch.zeros(shape[1], 256)
+        depth = shape[2] if len(shape) > 2 else 256
+        a, b = torch.zeros(shape[0], depth), torch.zeros(shape[1], depth)
         made = Problem(kind=kind, scaling=scaling, a=a, b=b, scale_a=a, scale_b=b, out=a, ends=ends, **options)
     assert gemm_launch.hopper_config(made, 132) is expected
 
