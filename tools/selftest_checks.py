@@ -1,4 +1,4 @@
-"""What the self-test checks: layouts against one GPU, switches that change no number, checkpoints, speed.
+"""What the self-test checks: layouts against one GPU, switches that change no number, checkpoints.
 
 Each check is a name and a function that gives the rest of its row. Every process of a job makes the same list.
 """
@@ -6,22 +6,19 @@ Each check is a name and a function that gives the rest of its row. Every proces
 from __future__ import annotations
 
 import shutil
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from selftest_collectives import collective_checks
-from selftest_runs import LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, STEPS, ZERO1, Flags, Pairs, Runner, model_flags
-from selftest_trace import communication_of, kernels_of
+from selftest_runs import MODELS, RECIPES, STEPS, ZERO1, Check, Flags, Pairs, Runner, model_flags, tp
+from selftest_speed import Speed
 
 from megafp8.parallel import Axis
 from megafp8.training.build import pick_device
 
-Check = tuple[str, Callable[[], dict]]
 PARTS = ("layouts", "switches", "checkpoint", "collectives", "speed")
-MIB = 2**20
 LIMITS = {"fp32": (1e-6, 1e-6, 1e-6)}
 """Allowed of losses, of the first gradient norm, of the other norms. FP32: numerics.md, over five steps. Other:"""
 LOOSE = (5e-3, 1e-2, 5e-2)
@@ -29,10 +26,6 @@ OWN_KERNELS = ("blockwise", "mxfp8")
 """Recipes whose products are always the project's kernels, and whose tokens may travel in FP8."""
 EXTRA = ("fp32", "blockwise")
 """Recipes that rarer layouts are tried with."""
-
-
-def tp(n: int) -> Flags:
-    return ("--tensor-model-parallel-size", str(n))
 
 
 def pp(n: int) -> Flags:
@@ -148,69 +141,6 @@ def check_checkpoint(runner: Runner, n: int, recipes: list[str]) -> Iterator[Che
             yield f"saved at {saves}, loaded at {loads}, {recipe}", partial(compare, saves, loads, recipe)
 
 
-def measure_speed(runner: Runner, n: int, recipes: list[str]) -> Iterator[Check]:
-    """Tokens a second (median of the last steps), the ratio to BF16, bytes, and communication that nothing hides."""
-    base = tuple(flag for flag in model_flags(runner.device, runner.folder) if flag != "--deterministic-mode")
-    overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
-    sp = (*tp(n), "--sequence-parallel")
-    cases = {
-        f"Llama-3-8B layers, DP{n}": (LLAMA_8B, "dense", ZERO1, [
-            ("bf16", ()), ("bf16", overlap), ("blockwise", ()), ("blockwise", overlap),
-            ("blockwise", (*overlap, "--fp8-param-gather")), ("tensorwise", (*overlap, "--fp8-param-gather"))]),
-        f"Qwen3-30B-A3B-like layers, EP{n}": (QWEN_30B, "moe", ("--expert-model-parallel-size", str(n), *ZERO1), [
-            ("bf16", ()), ("blockwise", ()), ("blockwise", ("--moe-fp8-dispatch",))]),
-        f"Llama-3-8B layers, TP{n}+SP": (LLAMA_8B, "dense", sp, [
-            ("bf16", ()), ("bf16", ("--tp-comm-overlap",)), ("blockwise", ()), ("blockwise", ("--tp-comm-overlap",)),
-            ("tensorwise", ("--tp-comm-overlap",))]),
-    }  # fmt: skip
-    seen: dict[tuple[str, str, Flags], dict] = {}
-
-    def measure(name: str, recipe: str, extra: Flags, flags: Flags) -> dict:
-        with kernels_of(runner.device) as kernels:
-            lines = runner.train(flags)
-        steps = lines[-3:]
-        speed = statistics.median(line["tokens_per_second"] for line in steps)
-        trace = communication_of(kernels, sum(line["elapsed_ms"] for line in steps), len(steps))
-        moved = {kind: runner.meter.bytes[kind, axis] / len(lines) for kind, axis in (("gather", "dp"), ("deal", "ep"))}
-        row = {
-            "tokens_per_second": speed,
-            "step_ms": steps[-1]["elapsed_ms"],
-            **{f"{k}_mib": b / MIB for k, b in moved.items() if b},
-            **trace,
-        }
-        seen[name, recipe, extra] = row
-        if bf16 := [
-            known["tokens_per_second"] for (case, of, _), known in seen.items() if (case, of) == (name, "bf16")
-        ]:
-            row |= {"to_bf16": speed / bf16[0], "to_best_bf16": speed / max(bf16)}
-        return row | judge(name, recipe, extra)
-
-    def judge(name: str, recipe: str, extra: Flags) -> dict:
-        """FP8 on the wire: at least 45 % fewer bytes, and no slower step (3 % are the clocks').
-
-        Of the trips between tokens and experts those to the experts, in forward and in backward, are FP8: half of all.
-        """
-        switch = next((flag for flag in extra if flag in ("--fp8-param-gather", "--moe-fp8-dispatch")), None)
-        off = seen.get((name, recipe, tuple(flag for flag in extra if flag != switch)))
-        if n == 8 and recipe == "tensorwise" and runner.device == "cuda":  # the last of its case
-            best = max(row["to_best_bf16"] for (case, of, _), row in seen.items() if case == name and of != "bf16")
-            return {"best_to_bf16": best, "passed": best >= 1.25}
-        if switch is None or off is None or runner.device == "cpu":
-            return {"passed": True}
-        on, kind = seen[name, recipe, extra], "gather_mib" if "gather" in switch else "deal_mib"
-        ratios = {"bytes_to_off": kind, "speed_to_off": "tokens_per_second"}
-        found = {ratio: on[of] / off[of] for ratio, of in ratios.items()}
-        limit = 0.55 if kind == "gather_mib" else 1 - 0.45 / 2
-        return found | {"passed": found["bytes_to_off"] <= limit and found["speed_to_off"] >= 0.97}
-
-    for name, (large, model, layout, variants) in cases.items():
-        shape = large if runner.device == "cuda" else MOE if model == "moe" else ()
-        for recipe, extra in variants:
-            if recipe in recipes:
-                flags = (*base, *MODELS["dense"], *shape, *RECIPES[recipe], *layout, *extra)
-                yield " ".join((name, recipe, *extra)), partial(measure, name, recipe, extra, flags)
-
-
 def every_check(runner: Runner, n: int, parts: list[str], recipes: list[str], elements: int) -> Iterator[tuple]:
     """(part, name, check) in order."""
     world = Axis(n, dist.get_rank(), dist.group.WORLD)
@@ -219,7 +149,7 @@ def every_check(runner: Runner, n: int, parts: list[str], recipes: list[str], el
         "switches": lambda: check_switches(runner, n, recipes),
         "checkpoint": lambda: check_checkpoint(runner, n, recipes),
         "collectives": lambda: collective_checks(world, pick_device(runner.device), elements),
-        "speed": lambda: measure_speed(runner, n, recipes),
+        "speed": lambda: Speed(runner, n).checks(recipes),
     }
     for part in parts:
         for name, check in found[part]():

@@ -1,4 +1,4 @@
-"""Small and large models that the self-test trains, and a Runner that trains them. Used by selftest_checks.py."""
+"""Small and large models that the self-test trains, and a Runner that trains them. Used by all checks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from megafp8.training.run_log import read_metrics
 from megafp8.training.trainer import Trainer
 
 Flags = tuple[str, ...]
+Check = tuple[str, Callable[[], dict]]
+"""A name, and what gives the rest of its row."""
 Pairs = list[tuple[float, float]]
 """(loss, gradient norm) of every step."""
 STEPS = 10
@@ -50,6 +53,10 @@ QWEN_30B = (
     *("--global-batch-size", "8", "--train-iters", "6", *MOE, "--num-experts", "128", "--moe-router-topk", "8"),
     *("--moe-ffn-hidden-size", "768"),
 )
+
+
+def tp(n: int) -> Flags:
+    return ("--tensor-model-parallel-size", str(n))
 
 
 def model_flags(device: str, folder: Path) -> Flags:

@@ -1,4 +1,4 @@
-"""How much of a run's communication nothing hides, from the profiler. Used by selftest_checks.py."""
+"""How much of a run's communication nothing hides, from the profiler. Used by selftest_speed.py."""
 
 from __future__ import annotations
 
