@@ -81,7 +81,9 @@ def load_run(path: Path, label: str) -> Run:
         what = "a file, not a directory" if path.exists() else "no such directory"
         raise ValueError(f"{path}: {what}; give a directory written by --log-dir")
     if not any((path / name).is_file() for name in (METRICS_FILE, ARGS_FILE)):
-        raise ValueError(f"{path}: neither {METRICS_FILE} nor {ARGS_FILE} there; give a directory written by --log-dir")
+        below = sorted(str(file.parent) for file in path.glob(f"*/{METRICS_FILE}"))
+        mend = f"there are the runs {' '.join(below)}" if below else "give a directory written by --log-dir"
+        raise ValueError(f"{path}: neither {METRICS_FILE} nor {ARGS_FILE} there; {mend}")
     run = Run(label, path)
     metrics = _lines(run, METRICS_FILE)
     run.training, run.validation = by_iteration(metrics)

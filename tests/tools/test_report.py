@@ -175,7 +175,8 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, capsys):
     ("argv", "words"),
     [
         (["nowhere"], "nowhere: no such directory; give a directory written by --log-dir"),
-        (["."], "neither metrics.jsonl nor args.json there"),
+        (["."], "neither metrics.jsonl nor args.json there; there are the runs run"),
+        (["run/profile"], "neither metrics.jsonl nor args.json there; give a directory"),
         (["run", "--labels", "a", "b"], "--labels: 2 names for 1 runs"),
         (["run", "--window", "0"], "--window 0"),
         (["run", "--output", "."], "is a directory"),
@@ -184,6 +185,7 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, argv, words):
     make_run(tmp_path / "run")
+    (tmp_path / "run" / "profile").mkdir()
     monkeypatch.chdir(tmp_path)
     assert report.main(argv) == 2
     error = capsys.readouterr().err

@@ -124,6 +124,8 @@ def test_mistakes_of_evaluate(trained, capsys):
     assert "nowhere" in capsys.readouterr().err
     assert evaluate.main([*load, "--data-path", str(trained[1]), "--split", "100,0,0"]) == 2
     assert "no documents" in capsys.readouterr().err
+    assert evaluate.main(["--load", str(trained[0]), "--data-path", str(trained[1])]) == 2
+    assert f"no checkpoint there; there is {trained[0] / 'c'}" in capsys.readouterr().err
     prefix = str(trained[1])
     for extra, words in {
         ("--valid-data-path", f"a={prefix}", prefix): f"--valid-data-path {prefix} has no name",
