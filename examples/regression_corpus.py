@@ -100,10 +100,8 @@ def main(argv: list[str] | None = None) -> int:
                 sample.append(line)
             size, count = size + characters, count + 1
             digest.update(name.encode())
-    print(
-        f"{count} of {len(found)} files, {size / 2**20:.1f} MiB of text, digest {digest.hexdigest()[:16]}: "
-        f"{args.output}"
-    )
+    of_all = f"{len(found)} files, {size / 2**20:.1f} of {sum(item[1] for item in found) / 2**20:.1f} MiB of text"
+    print(f"{count} of {of_all}, digest {digest.hexdigest()[:16]}: {args.output}")
     if count and args.tokenizer:
         train_tokenizer(sample, args.vocab_size, args.tokenizer)
     return 0 if count else 1
