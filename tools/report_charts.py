@@ -62,11 +62,12 @@ def line_chart(
     width: int = NARROW,
     height: int = 240,
     octaves: bool = False,
+    from_zero: bool = False,
 ) -> str:
     """A figure of `curves` over iterations, smoothed over `window`. "" where there is nothing to draw.
 
     The vertical range is that of smoothed lines and dots; single values beyond it are cut off. octaves: it may be
-    logarithmic, which it is for positive values that span more than a factor of 50.
+    logarithmic, which it is for positive values that span more than a factor of 50. from_zero: it begins there.
     """
     curves = [c for c in curves if np.isfinite(c.y).any()]
     if not curves:
@@ -78,7 +79,10 @@ def line_chart(
     if not log:
         flat = high - low <= 1e-9 * abs(high)  # means of equal numbers may differ in their last bits
         pad = 0.05 * ((abs(high) or 1.0) if flat else high - low)
-        low, high = (0.0 if 0 <= low < 0.3 * high else low - pad), high + pad
+        low = 0.0 if 0 <= low < 0.3 * high else low - pad
+        if from_zero and low >= 0:
+            low, pad = 0.0, 0.05 * high
+        high += pad
     else:
         low, high = low / 1.2, high * 1.2
     x_axis = horizontal([c.x for c in curves], width)
@@ -110,10 +114,10 @@ def horizontal(xs: Iterable[np.ndarray], width: int) -> Axis:
 def _frame(x_axis: Axis, y_axis: Axis, width: int, height: int, unit: str) -> str:
     bottom = height - BOTTOM
     parts = []
-    for tick in y_axis.ticks:
+    for tick, text in zip(y_axis.ticks, numbers(y_axis.ticks), strict=True):
         y = y_axis(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{width - RIGHT}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
     parts.append(_iterations(x_axis, TOP, bottom))
     parts.append(f'<text class="label" transform="translate(11 {(TOP + bottom) / 2:.0f}) rotate(-90)" ')
     parts.append(f'text-anchor="middle">{html.escape(unit)}</text>')
@@ -318,11 +322,20 @@ def colour(run: int) -> str:
     return f"c{run % 8}" + (" dashed" if run >= 8 else "")
 
 
-def number(value: float) -> str:
-    """Four digits, as people write them: 20000, 0.0025, 2e-05."""
+def number(value: float, digits: int = 4) -> str:
+    """Four digits, as people write them: 20000, 0.0025, 2e-5."""
     if value == int(value) and abs(value) < 1e7:
         return str(int(value))
-    return f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+    """Each in as many digits as tell it from its neighbours."""
+    for digits in range(4, 10):
+        texts = [number(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
 
 
 def _short(values: np.ndarray, digits: int) -> list[float | None]:

@@ -39,6 +39,7 @@ CURVES = {
     "num_zeros": ("Zeros in the gradient", "elements"),
 }
 """Training number -> title and unit of its chart. Numbers that are 0 or missing throughout have none."""
+FROM_ZERO = ("tokens_per_second", "tflops_per_gpu", "mfu", "max_memory_gib", "elapsed_ms", "data_ms")
 HEAT_MAPS = {
     "sqnr_db": ("Signal-to-quantization-noise ratio", "dB", "viridis", 6.0),
     "scale_inv_median": ("Median scale_inv", "log2", "cividis", 2.0),
@@ -235,7 +236,8 @@ def _small(runs: Sequence[Run], key: str, window: int) -> str:
     if not any(np.any(c.y[np.isfinite(c.y)] != 0) for c in curves):
         return ""
     noisy = key == "grad_norm"
-    return line_chart(curves, title=title, unit=unit, window=window if noisy else 1, octaves=noisy)
+    window = window if noisy else 1
+    return line_chart(curves, title=title, unit=unit, window=window, octaves=noisy, from_zero=key in FROM_ZERO)
 
 
 def _lanes(runs: Sequence[Run]) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import report
 import report_data
-from report_charts import Axis, Curve, line_chart
+from report_charts import Axis, Curve, line_chart, numbers
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&quot;"
 VOID = {"meta", "input", "img", "br", "link", "image"}
@@ -210,6 +211,17 @@ def test_long_runs_are_thinned_and_nothing_is_hidden():
     (grid,) = report_data.grids(report_data.Run("a", None, monitor=monitor), "sqnr_db")
     assert grid.values.shape == (1, report_data.LOOKS)
     assert grid.values == pytest.approx(4.5)
+
+
+def test_ticks_that_lie_close_are_told_apart():
+    assert numbers([3.75, 3.7505, 3.751]) == ["3.75", "3.7505", "3.751"]
+    assert numbers([0.0, 20000.0, 0.00002]) == ["0", "20000", "2e-5"]
+    assert numbers([]) == []
+    x, y = np.arange(40.0), np.linspace(3.7550, 3.7552, 40)
+    drawing = line_chart([Curve(0, "a", x, y)], title="t", unit="u")
+    ticks = re.findall(r'text-anchor="end">([\d.]+)<', drawing)
+    assert len(set(ticks)) == len(ticks) > 2
+    assert ">0<" in line_chart([Curve(0, "a", x, y)], title="t", unit="u", from_zero=True)
 
 
 def test_axes_and_gaps():
