@@ -1,5 +1,6 @@
 """Faults of experts that compute as one: they are named together, and fall back together, whoever of them it was."""
 
+import json
 from unittest import mock
 
 import pytest
@@ -79,3 +80,14 @@ def test_one_experts_noise_makes_all_of_its_kind_fall_back(corpus, tmp_path):
     assert metrics(tmp_path / "plain")[0] == metrics(tmp_path / "switched")[0]
     one, other = (tensors(tmp_path / name / "c" / "iter_0000006") for name in ("plain", "switched"))
     assert [k for k in one if not torch.equal(one[k], other[k])] == []
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.slow)])
+def test_looking_at_experts_changes_no_bit(corpus, tmp_path, recipe):
+    for name, extra in (("on", ("--fp8-monitor-interval", "2")), ("off", ())):
+        assert run(*command(corpus, tmp_path / name, *MOE, *extra, recipe=recipe)) == 0
+    assert metrics(tmp_path / "on")[0] == metrics(tmp_path / "off")[0]
+    one, other = (tensors(tmp_path / name / "c" / "iter_0000006") for name in ("on", "off"))
+    assert [k for k in one if not torch.equal(one[k], other[k])] == []
+    lines = [json.loads(line) for line in (tmp_path / "on" / "fp8_monitor.jsonl").read_text().splitlines()]
+    assert {line["linear"] for line in lines if "experts" in line["linear"]} == set(OF_ALL)
