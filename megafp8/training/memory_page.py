@@ -61,7 +61,7 @@ def _owner_lines(plan: MemoryPlan | None, live: LiveMemory) -> Iterator[str]:
     there[ACTIVATIONS] = live.held
     there[TEMPORARIES] = live.in_hand
     if live.allocated is not None:
-        there["not found: what is in no tensor of Python's"] = max(0, live.allocated - live.found)
+        there["in no tensor of Python's (workspaces are)"] = max(0, live.allocated - live.found)
     yield f"{'by owner':<44}{'planned peak':>16}{'now':>16}"
     for name in dict.fromkeys((*planned, *there)):
         if planned.get(name) or there.get(name):
