@@ -1,6 +1,7 @@
 """Which backend multiplies: by capability, which tests fake, and by the table of measured speed."""
 
 import json
+from inspect import signature
 
 import pytest
 import torch
@@ -96,9 +97,10 @@ def test_what_a_device_cannot_do_is_refused_with_the_reason(capability, backend,
 def test_fast_accumulation_reaches_fprop_alone(backend, fast, device, monkeypatch):
     """From the recipe of a layer to what multiplies, whichever backend that is."""
     seen, module = [], {"triton": triton_gemm, "cublaslt": scaled_mm}[backend]
+    arguments = signature(module.matmul)
 
     def matmul(a, b, bias, out_dtype, *rest):
-        seen.append(rest[-1])
+        seen.append(arguments.bind(a, b, bias, out_dtype, *rest).arguments["fast"])
         return reference.matmul(a, b, out_dtype)
 
     monkeypatch.setattr(module, "matmul", matmul)
