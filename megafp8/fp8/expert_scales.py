@@ -1,12 +1,15 @@
 """One scale an expert: rows that lie by expert in one buffer, whose numbers only the device knows.
 
 The bytes are those of quantizing each expert's rows by themselves. They come from the kernels of 1 x 128 tiles, each
-with its expert's amax for its own; the colwise copy holds the same bytes, transposed. Nothing waits for the device.
+with its expert's amax for its own. Where experts begin at multiples of 128 rows no tile lies in two of them, in either
+orientation, and one pass makes both copies; elsewhere the colwise one is made by transposing bytes. Nothing waits for
+the device.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -15,25 +18,42 @@ from megafp8.fp8.formats import OperandSpec, Tile
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 
-_TILE = Tile("1d", 128)
+ALIGNMENT = 128  # of experts' rows, that one pass makes both copies
+_TILE, _SQUARE = Tile("1d", ALIGNMENT), Tile("2d", ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where experts lie in `rows` rows. ends: int32 [G] on the device, one past each one's last row, multiples of
+    `alignment`; rows past the last end are nobody's."""
+
+    ends: Tensor
+    rows: int
+    alignment: int = 1
+
+    @property
+    def block(self) -> int:
+        """Rows in a row that belong to one expert, all in all."""
+        return ALIGNMENT if self.alignment % ALIGNMENT == 0 else 1
+
+    @cached_property
+    def of_blocks(self) -> Tensor:
+        """The expert of each block of rows, int64; G for nobody's."""
+        first = torch.arange(0, self.rows, self.block, dtype=self.ends.dtype, device=self.ends.device)
+        return torch.searchsorted(self.ends, first, right=True)
 
 
 @cache
-def _by_row(spec: OperandSpec) -> Quantizer:
-    """The same operand under tiles of one row."""
-    return Quantizer(OperandSpec(spec.format, _TILE, spec.scale, spec.amax_epsilon))
+def _tiled(spec: OperandSpec, tile: Tile) -> Quantizer:
+    """The same operand under tiles."""
+    return Quantizer(OperandSpec(spec.format, tile, spec.scale, spec.amax_epsilon))
 
 
-def _expert_of_rows(x: Tensor, ends: Tensor) -> Tensor:
-    """int64 [R]; G for rows past the last end."""
-    return torch.searchsorted(ends, torch.arange(x.shape[0], dtype=ends.dtype, device=x.device), right=True)
-
-
-def amax(quantizer: Quantizer, x: Tensor, ends: Tensor) -> Tensor:
+def amax(quantizer: Quantizer, x: Tensor, groups: Groups) -> Tensor:
     """FP32 [G]: the largest finite magnitude of each expert's rows."""
-    found = torch.zeros(ends.numel() + 1, dtype=torch.float32, device=x.device)
-    of_rows = _by_row(quantizer.spec).amax(x).amax(1)
-    return found.scatter_reduce_(0, _expert_of_rows(x, ends), of_rows, "amax")[:-1]
+    found = torch.zeros(groups.ends.numel() + 1, dtype=torch.float32, device=x.device)
+    of_blocks = _tiled(quantizer.spec, _TILE if groups.block == 1 else _SQUARE).amax(x).amax(1)
+    return found.scatter_reduce_(0, groups.of_blocks, of_blocks, "amax")[:-1]
 
 
 def amax_for(quantizer: Quantizer, scales: Tensor) -> Tensor:
@@ -47,20 +67,32 @@ def amax_for(quantizer: Quantizer, scales: Tensor) -> Tensor:
 def quantize(
     quantizer: Quantizer,
     x: Tensor,
-    ends: Tensor,
+    groups: Groups,
     rowwise: bool = True,
     colwise: bool = False,
     given: Tensor | None = None,
 ) -> Quantized:
-    """Quantizes `x [R, K]`, expert g's rows ending before `ends[g]` (int32 [G]), with scales [G].
+    """Quantizes `x [R, K]`, rows by expert, with scales [G].
 
     quantizer: of tensor tiles. given: amaxes, FP32 [G], instead of these rows' own. Rows past the last end may hold
     anything, and get any bytes.
     """
-    assert quantizer.spec.tile.kind == "tensor"
-    given = amax(quantizer, x, ends) if given is None else given
-    of_rows = torch.nn.functional.pad(given, (0, 1))[_expert_of_rows(x, ends)]
-    tiles = of_rows[:, None].repeat(1, _TILE.scale_shape(*x.shape)[1])
-    data = _by_row(quantizer.spec).quantize(x, amax=tiles).rowwise.data
-    stored = QuantizedStorage(data, quantizer.scales(given)[1], quantizer.spec.tile, quantizer.spec.scale, "rowwise")
-    return Quantized(stored if rowwise else None, stored.flipped() if colwise else None)
+    spec = quantizer.spec
+    assert spec.tile.kind == "tensor"
+    given = amax(quantizer, x, groups) if given is None else given
+    of_blocks, (rows, columns) = given[groups.of_blocks.clamp(max=len(given) - 1)], x.shape
+    of_rows = of_blocks if groups.block == 1 else of_blocks[:, None].expand(-1, groups.block).reshape(-1)[:rows]
+    options = {"amax": of_rows.expand(_TILE.scale_shape(rows, columns)[1], -1).t()}
+    both = colwise and groups.block == ALIGNMENT
+    if both:
+        options["amax_colwise"] = of_blocks.expand(columns, -1)
+    made = _tiled(spec, _TILE).quantize(x, rowwise or not both, both, **options)
+    scale_inv = quantizer.scales(given)[1]
+
+    def stored(part: QuantizedStorage | None, orientation: str) -> QuantizedStorage | None:
+        return None if part is None else QuantizedStorage(part.data, scale_inv, spec.tile, spec.scale, orientation)
+
+    row, col = stored(made.rowwise, "rowwise"), stored(made.colwise, "colwise")
+    if colwise and not both:
+        row, col = row if rowwise else None, row.flipped()
+    return Quantized(row, col)

@@ -5,9 +5,10 @@
     wgrad   dW[g]        += Q(dY)[rows of g].T @ Q(X)[rows of g]        FP32, into the sink's buffers
 
 Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
-tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor no rows
-are filled in: each linear's have a scale of their own (`expert_scales.py`), from their amax or from a history. Sizes
-stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM reads them.
+tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor each
+linear's rows have a scale of their own (`expert_scales.py`), from their amax or from a history; there the filling saves
+copies before wgrad. Sizes stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM
+reads them.
 
 What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megafp8.fp8 import expert_scales, gemm, grouped_matmul
+from megafp8.fp8.expert_scales import Groups
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import Remade, pick, produce, to_save
@@ -45,6 +47,7 @@ class GroupedArgs(LinearArgs):
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends: Tensor | None = None
     alignment: int = 1
+    _groups: Groups | None = None
 
     @property
     def scale_each(self) -> bool:
@@ -53,6 +56,12 @@ class GroupedArgs(LinearArgs):
 
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
         return None if self.scale_each else Want(self.recipe.quantizer("input"), rowwise, colwise)
+
+    def groups(self, x: Tensor) -> Groups:
+        """Where the linears' rows lie in x; worked out once for all its operands, which have the same rows."""
+        if self._groups is None:
+            self._groups = Groups(self.ends, x.shape[0], self.alignment)
+        return self._groups
 
     @property
     def history(self) -> ScalingHistory | None:
@@ -67,7 +76,7 @@ class GroupedArgs(LinearArgs):
         quantizer, scales = self.recipe.quantizer(role), self.history_scales(role)
         # As in dense linears: a recomputed forward has the step's only backward.
         records = self.history is not None and (self.records if role == "input" else self.step.training)
-        own = expert_scales.amax(quantizer, x, self.ends) if records or scales is None else None
+        own = expert_scales.amax(quantizer, x, self.groups(x)) if records or scales is None else None
         if records:
             self.history.record_all(self.places[role], own)
         return own if scales is None else expert_scales.amax_for(quantizer, scales)
@@ -87,7 +96,7 @@ class GroupedArgs(LinearArgs):
         quantizer = self.recipe.quantizer(role)
         if self.scale_each:
             amax = self.amax(role, x) if amax is None else amax
-            return expert_scales.quantize(quantizer, x, self.ends, rowwise, colwise, amax)
+            return expert_scales.quantize(quantizer, x, self.groups(x), rowwise, colwise, amax)
         return quantizer.quantize(x, rowwise, colwise)
 
     def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
@@ -128,9 +137,15 @@ def _own_scales(linear: Linear) -> bool:
 
 
 def rows_alignment(linears: Sequence[Linear]) -> int:
-    """Rows that the linears' tiles span."""
-    recipe = linears[0].recipe
-    return recipe.block if recipe is not None and runs_grouped(recipe) else 1
+    """What each linear's rows are filled up to a multiple of."""
+    return rows_filled_to(linears[0].recipe)
+
+
+def rows_filled_to(recipe: Recipe | None) -> int:
+    """The rows that a recipe's tiles span, or that its copies want; 1 where no rows are filled in."""
+    if recipe is None:
+        return 1
+    return recipe.block if runs_grouped(recipe) else expert_scales.ALIGNMENT
 
 
 class GroupedLinear:

@@ -59,6 +59,9 @@ def take_rows(
 
 
 def _pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    kernels = backend.row_kernels() if x.is_cuda and not fill else None
+    if kernels is not None and len(x) and kernels.supports(x):
+        return kernels.spread(x, index)
     if not len(x):
         return x.new_full((len(index), *x.shape[1:]), fill)
     return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)

@@ -44,10 +44,11 @@ def stack_bytes(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
-def _ends(values: Tensor) -> Tensor:
-    """int32 [G], one past each weight's last row of `[G, N, K]` as `[G N, K]`."""
+def _groups(values: Tensor) -> expert_scales.Groups:
+    """Where weights `[G, N, K]` lie as `[G N, K]`."""
     count, rows = values.shape[:2]
-    return torch.arange(rows, (count + 1) * rows, rows, dtype=torch.int32, device=values.device)
+    ends = torch.arange(rows, (count + 1) * rows, rows, dtype=torch.int32, device=values.device)
+    return expert_scales.Groups(ends, count * rows, alignment=rows)
 
 
 class WeightStack:
@@ -87,7 +88,7 @@ class WeightStack:
         if self.weights[0].primary is not None:
             return torch.cat([weight.primary.amax.view(1) for weight in self.weights])
         values = self.values(self.params[0].dtype)
-        return expert_scales.amax(self.recipe.quantizer("weight"), values.flatten(0, 1), _ends(values))
+        return expert_scales.amax(self.recipe.quantizer("weight"), values.flatten(0, 1), _groups(values))
 
     def operand(self, gemm_name: str, scales: Tensor | None = None) -> QuantizedStorage:
         """The FP8 operand of "grouped_fprop" or "grouped_dgrad", derived at most once a version.
@@ -117,7 +118,7 @@ class WeightStack:
         values = self.values(self.params[0].dtype)
         if tile.kind == "tensor":
             amax = self.amax() if self._scales is None else expert_scales.amax_for(quantizer, self._scales)
-            row = expert_scales.quantize(quantizer, values.flatten(0, 1), _ends(values), given=amax).rowwise
+            row = expert_scales.quantize(quantizer, values.flatten(0, 1), _groups(values), given=amax).rowwise
             return replace(row, data=row.data.unflatten(0, values.shape[:2]))
         whole_tiles = tile.kind == "1d" or values.shape[1] % tile.block == 0
         if orientation == "rowwise" and whole_tiles and values.is_contiguous():

@@ -22,7 +22,7 @@ import torch
 
 from megafp8.fp8 import Recipe, gemm, policy
 from megafp8.fp8.formats import Scale
-from megafp8.fp8.grouped_linear import runs_grouped
+from megafp8.fp8.grouped_linear import rows_filled_to, runs_grouped
 from megafp8.fp8.shards import travels_in_fp8
 from megafp8.plan.shapes import LayerShape, PartShape, attention_norms, layer_linears
 from megafp8.plan.sizes import Sizes
@@ -185,11 +185,12 @@ class LayerPlan:
         """Rows of zeros: experts that run as one begin at whole tiles, in a buffer as long as that can get where their
         numbers of rows stay on the device, else as long as it is when the load is even."""
         shape, recipe, rows = self.shape("mlp.experts.*.fc1"), self.recipe("mlp.experts.*.fc1"), self.sizes.rows
-        if recipe is None or not runs_grouped(recipe):
+        if recipe is None or not (runs_grouped(recipe) or self.sizes.etp == 1 and "2d" not in recipe.tiles.values()):
             return
-        whole, what = (rows + min(shape.copies, rows) * (recipe.block - 1)) // recipe.block * recipe.block, ", at most"
+        block = rows_filled_to(recipe)
+        whole, what = (rows + min(shape.copies, rows) * (block - 1)) // block * block, ", at most"
         if self.sizes.exchanges:
-            whole, what = math.ceil(rows / shape.copies / recipe.block) * recipe.block * shape.copies, ""
+            whole, what = math.ceil(rows / shape.copies / block) * block * shape.copies, ""
         more, less = (sum(item.bytes for item in self._mlp("mlp.experts.*", True, n)) for n in (whole, rows))
         yield Activation("mlp.filling", "rows of zeros between experts" + what, more - less)
 

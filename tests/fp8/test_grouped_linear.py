@@ -1,12 +1,13 @@
 """Grouped linears against the same linears one by one, on the same rows: the same bits."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megafp8.fp8 import DelayedScaling, Linear, expert_scales, get_recipe
-from megafp8.fp8.grouped_linear import GroupedLinear, can_group
+from megafp8.fp8.grouped_linear import GroupedLinear, can_group, rows_filled_to
 from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, travels, unpack
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
@@ -37,16 +38,16 @@ def linears(recipe) -> list[Linear]:
     return made
 
 
-def filled(recipe) -> tuple[list[int], int]:
+def filled(recipe, block: int | None = None) -> tuple[list[int], int]:
     """Rows of each group with its filling, and the alignment."""
-    block = 1 if recipe is None or "tensor" in recipe.tiles.values() else recipe.block
+    block = block or rows_filled_to(recipe)
     return [-(-count // block) * block for count in COUNTS], block
 
 
-def rows(recipe, seed: int, width: int) -> torch.Tensor:
+def rows(recipe, seed: int, width: int, block: int | None = None) -> torch.Tensor:
     """Rows of the groups, zeros between; NaN past the last."""
     generator = torch.Generator().manual_seed(seed)
-    room, _ = filled(recipe)
+    room, _ = filled(recipe, block)
     x = torch.full((sum(room) + 8, width), torch.nan, dtype=torch.bfloat16)
     start = 0
     for count, size in zip(COUNTS, room, strict=True):
@@ -101,16 +102,20 @@ def test_equals_linears_one_by_one(name, adjacent):
         start += size
 
 
-@pytest.mark.parametrize("axes", [{}, {"margin": 1, "amax_compute_algo": "most_recent"}, {"power_of_two_scales": True}])
-def test_histories_are_those_of_linears_one_by_one(axes):
+HISTORIES = [({}, 128), ({"margin": 1, "amax_compute_algo": "most_recent"}, 1), ({"power_of_two_scales": True}, 16)]
+
+
+@pytest.mark.parametrize(("axes", "block"), HISTORIES, ids=str)
+def test_histories_are_those_of_linears_one_by_one(axes, block):
     """CASE 22: of each weight and its rows; recomputed forwards and evaluations leave none."""
     recipe = get_recipe("delayed", amax_history_len=2, **axes)
     together, apart = linears(recipe), linears(recipe)
     assert can_group(together)
-    grouped, ends = GroupedLinear(together), torch.tensor(COUNTS).cumsum(0).int()
+    room, _ = filled(recipe, block)
+    grouped, ends = partial(GroupedLinear(together), alignment=block), torch.tensor(room).cumsum(0).int()
     scaling, alone = (DelayedScaling.of(torch.nn.ModuleList(made)) for made in (together, apart))
     for step in range(4):
-        x, dy = (rows(recipe, 10 * step + i, width) * 2.0 ** (3 * step) for i, width in enumerate((IN, OUT)))
+        x, dy = (rows(recipe, 10 * step + i, width, block) * 2.0 ** (3 * step) for i, width in enumerate((IN, OUT)))
         leaf, sink, other = x.clone().requires_grad_(), Sink(together, True), Sink(apart, True)
         context = StepContext(grads=sink, scaling=scaling)
         with torch.no_grad():
@@ -120,7 +125,7 @@ def test_histories_are_those_of_linears_one_by_one(axes):
             assert torch.equal(grouped(leaf, ends, context.recompute())[: ends[-1]], y[: ends[-1]])
         y.backward(dy)
         start = 0
-        for linear, size in zip(apart, COUNTS, strict=True):
+        for linear, size in zip(apart, room, strict=True):
             own = slice(start, start + size)
             part = x[own].clone().requires_grad_()
             out = linear(part, StepContext(grads=other, scaling=alone))
@@ -231,18 +236,25 @@ def test_rows_are_the_same_whenever_they_are_quantized(name):
 
 @pytest.mark.parametrize("axes", [{}, {"power_of_two_scales": True}, {"amax_epsilon": 0.01}], ids=str)
 @pytest.mark.parametrize("role", ["input", "grad_output"])
-def test_experts_with_one_scale_each_have_their_own_bytes(role, axes, monkeypatch):
+@pytest.mark.parametrize("block", [1, 128])
+def test_experts_with_one_scale_each_have_their_own_bytes(role, axes, block, monkeypatch):
     """Those of each expert alone; without asking for their sizes, whatever lies past the last, NaN and Inf included."""
     quantizer = get_recipe("tensorwise", **axes).quantizer(role)
-    ends, x = torch.tensor(COUNTS).cumsum(0).int(), torch.randn(sum(COUNTS) + 5, IN).bfloat16()
-    x[0] *= 1e-4
-    x[3, 5:7] = torch.tensor([torch.inf, torch.nan])
-    x[sum(COUNTS) :] = torch.nan
-    want = quantizer.quantize_grouped(x[: sum(COUNTS)], COUNTS)
+    room, _ = filled(None, block)
+    ends, x = torch.tensor(room).cumsum(0).int(), torch.randn(sum(room) + 5, IN).bfloat16()
+    x[: room[0]] *= 1e-4
+    x[3 if block == 1 else block, 5:7] = torch.tensor([torch.inf, torch.nan])
+    x[sum(room) :] = torch.nan
+    want = quantizer.quantize_grouped(x[: sum(room)], room)
+    assert want.rowwise.scale_inv.unique().numel() >= 3
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("waited"))
-    got = expert_scales.quantize(quantizer, x, ends, True, True)
-    for own, other, dim in ((got.rowwise, want.rowwise, 0), (got.colwise, want.colwise, 1)):
-        data = own.data.view(torch.uint8).narrow(dim, 0, sum(COUNTS))
+    groups = expert_scales.Groups(ends, len(x), block)
+    got = expert_scales.quantize(quantizer, x, groups, True, True)
+    alone = expert_scales.quantize(quantizer, x, groups, False, True)
+    assert alone.rowwise is None
+    wanted = (got.rowwise, want.rowwise, 0), (got.colwise, want.colwise, 1), (alone.colwise, want.colwise, 1)
+    for own, other, dim in wanted:
+        data = own.data.view(torch.uint8).narrow(dim, 0, sum(room))
         assert torch.equal(data, other.data.view(torch.uint8))
         assert torch.equal(own.scale_inv, other.scale_inv)
 

@@ -141,19 +141,21 @@ def test_experts_in_mxfp8_run_as_one(counts):
         start = end
 
 
+@pytest.mark.parametrize(("alignment", "counts"), [(1, [130, 0, 7, 300]), (128, [128, 0, 256, 384])])
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_rows_of_experts_with_one_scale_each(power_of_two):
+def test_rows_of_experts_with_one_scale_each(power_of_two, alignment, counts):
     """The bytes of the reference, both orientations, without waiting for the experts' sizes."""
     quantizer = get_recipe("tensorwise", power_of_two_scales=power_of_two).quantizer("grad_output")
-    counts, x = [130, 0, 7, 300], random(450, K, seed=1).cuda()
-    x[437:] = float("nan")
+    used, magnitudes = sum(counts), torch.logspace(-3, 3, sum(counts) + 13)[:, None]
+    x = (random(used + 13, K, seed=1) * magnitudes).bfloat16().cuda()
+    x[used:] = float("nan")
     ends = ends_of(counts).cuda()
-    expert_scales.quantize(quantizer, x, ends, True, True)  # compiles
+    expert_scales.quantize(quantizer, x, expert_scales.Groups(ends, len(x), alignment), True, True)  # compiles
     with no_waiting():
-        got = expert_scales.quantize(quantizer, x, ends, True, True)
-    want = quantizer.quantize_grouped(x[:437].cpu(), counts)
+        got = expert_scales.quantize(quantizer, x, expert_scales.Groups(ends, len(x), alignment), True, True)
+    want = quantizer.quantize_grouped(x[:used].cpu(), counts)
     for own, other, dim in ((got.rowwise, want.rowwise, 0), (got.colwise, want.colwise, 1)):
-        assert torch.equal(own.data.view(torch.uint8).narrow(dim, 0, 437).cpu(), other.data.view(torch.uint8))
+        assert torch.equal(own.data.view(torch.uint8).narrow(dim, 0, used).cpu(), other.data.view(torch.uint8))
         assert torch.equal(own.scale_inv.cpu(), other.scale_inv)
 
 
