@@ -36,11 +36,31 @@ def sum_rows(dy: Tensor) -> Run:
 
 def multiply_wgrad(dy: Tensor, x: Tensor, out: Tensor | None, adds: bool = True) -> Tensor:
     """`dY.T @ X` of high-precision dY [M, N] and X [M, K]: FP32 [N, K], by itself or in `out`, as `put` does."""
+    if out is not None and torch.compiler.is_compiling():
+        _multiply_into(out, dy, x, adds)
+        return out
     if not x.is_cuda or x.dtype == torch.float32:
         return put(dy.t().float() @ x.float(), out, adds)
-    if out is None or not adds:
+    if out is None:
+        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    if not adds:
         return torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
     return torch.addmm(out, dy.t(), x, out_dtype=torch.float32, out=out)
+
+
+@torch.library.custom_op(
+    "megafp8::multiply_wgrad_into",
+    mutates_args=("out",),
+    schema="(Tensor(a!) out, Tensor dy, Tensor x, bool adds) -> ()",
+)
+def _multiply_into(out: Tensor, dy: Tensor, x: Tensor, adds: bool) -> None:
+    """For `torch.compile`, whose own form of an `addmm` with an output dtype fails (torch 2.11)."""
+    multiply_wgrad(dy, x, out, adds)
+
+
+@_multiply_into.register_fake
+def _(out: Tensor, dy: Tensor, x: Tensor, adds: bool) -> None:
+    pass
 
 
 def deliver_wgrad(param: Tensor, wgrad: Wgrad, step: StepContext | None) -> Tensor | None:

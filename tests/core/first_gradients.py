@@ -6,7 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megafp8.fp8 import Linear
 from megafp8.optimizer.buffers import GradBuffers
+from megafp8.params import GradSink
+from megafp8.step import StepContext
 from tests.core import equalities as eq
 
 GPT2 = {
@@ -54,6 +57,35 @@ def poison(buffers: GradBuffers) -> None:
     """What nobody writes to shows."""
     for view in buffers._stale.values():
         view.fill_(torch.nan)
+
+
+class Buffers(GradSink):
+    """Gradients of one parameter; nothing is counted, which torch.compile could not trace."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        self.one = torch.ones(param.shape, device=param.device)
+
+    def buffer(self, param: torch.Tensor) -> torch.Tensor:
+        return self.one
+
+    def ready(self, param: torch.Tensor) -> None:
+        pass
+
+
+def compiled_and_plain(device: torch.device, backend: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients of a BF16 linear's input and, in FP32, of its weight, with and without torch.compile."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) for n in (48, 32))
+    results = []
+    for compiled in (True, False):
+        linear = Linear(64, 48, bias=False, params_dtype=torch.bfloat16, device=device)
+        linear.weight.data.copy_(weight)
+        sink, leaf = Buffers(linear.weight), x.clone().requires_grad_()
+        run = torch.compile(linear, backend=backend, fullgraph=True) if compiled else linear
+        for _ in range(2):
+            run(leaf, StepContext(grads=sink)).float().square().sum().backward()
+        results.append((leaf.grad, sink.one))
+    return results
 
 
 def traces(flags: dict, device: torch.device, steps: int = 2) -> tuple[eq.Trace, eq.Trace]:

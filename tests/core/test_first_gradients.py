@@ -8,7 +8,7 @@ import torch
 
 from megafp8.optimizer.buffers import GradBuffers
 from tests.core import equalities as eq
-from tests.core.first_gradients import ALIKE, poison, starting, traces
+from tests.core.first_gradients import ALIKE, compiled_and_plain, poison, starting, traces
 
 CPU = torch.device("cpu")
 
@@ -26,3 +26,9 @@ def test_a_gradient_that_is_added_to_what_was_there_shows(monkeypatch):
     monkeypatch.setattr(GradBuffers, "target", lambda self, param: (target(self, param)[0], True))
     with starting(poison):
         assert not all(values.isfinite().all() for values in eq.trace(eq.TINY, CPU, steps=1).values)
+
+
+def test_torch_compile_takes_the_product():
+    compiled, plain = compiled_and_plain(CPU, "aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled, plain, strict=True))
+    assert (plain[1] != 1).all()

@@ -5,7 +5,7 @@ import torch
 
 from megafp8.fp8.wgrad import multiply_wgrad
 from tests.core import equalities as eq
-from tests.core.first_gradients import ALIKE, traces
+from tests.core.first_gradients import ALIKE, compiled_and_plain, traces
 
 
 @pytest.mark.parametrize("case", ALIKE)
@@ -24,3 +24,9 @@ def test_a_bf16_product(shape):
     added = multiply_wgrad(dy, x, torch.zeros(rows, columns, device="cuda"))
     different = (written != added).sum().item()
     assert different == 0, f"{different} of {written.numel()}, by up to {(written - added).abs().max().item()}"
+
+
+def test_torch_compile_takes_the_product():
+    compiled, plain = compiled_and_plain(torch.device("cuda"), "inductor")
+    assert torch.equal(compiled[1], plain[1])
+    torch.testing.assert_close(compiled[0], plain[0])
