@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
+from megafp8.core.transformer.heads import split_heads
 from megafp8.core.transformer.norm import Norm, head_norm
 from megafp8.core.transformer.produce import branch_after
 from megafp8.core.transformer.recompute import recomputed
-from megafp8.core.transformer.rope import apply_rotary, split_heads
+from megafp8.core.transformer.rope import apply_rotary
 from megafp8.step import StepContext
 
 
@@ -81,8 +82,9 @@ class SelfAttention(nn.Module):
     def _heads(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, d], k and v [T, groups, d], each contiguous: views would keep all of `qkv` alive."""
         tokens, n = qkv.shape[0], self.queries_per_group
-        if self.q_norm is None and sequences.rotation is not None and not self.interleaved:
-            heads = split_heads(qkv, sequences.rotation, n, self.channels)
+        if sequences.rotation is not None and not self.interleaved:
+            norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
+            heads = split_heads(qkv, sequences.rotation, n, self.channels, norms)
             if heads is not None:
                 return heads
         grouped = qkv.view(tokens, -1, n + 2, self.channels)

@@ -23,6 +23,7 @@ from megafp8.core.tensor_parallel.linear import ColumnParallelLinear, RowParalle
 from megafp8.core.tensor_parallel.mappings import gather_tokens, sum_gradient
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import CoreAttention, Sequences
+from megafp8.core.transformer.heads import latent_keys_and_values, latent_queries
 from megafp8.core.transformer.norm import Norm, latent_norm
 from megafp8.core.transformer.produce import linear_after, normalized_for
 from megafp8.core.transformer.recompute import all_remade, recomputed
@@ -159,9 +160,23 @@ class LatentAttention(nn.Module):
         low: latent of the queries, or the queries of q_proj. latent: of keys and values. shared: the rotated key.
         """
         q = low if self.q_proj is not None else linear_after(self.q_norm, self.q_up, low, step)
-        plain, turned = q.view(-1, self.heads, self.plain + self.rotated).split((self.plain, self.rotated), -1)
-        q = torch.cat([plain, apply_rotary(turned, sequences.rotation, interleaved=True)], -1)
         up = linear_after(self.kv_norm, self.kv_up, latent, step)
+        q = self._queries(q.view(-1, self.heads, self.plain + self.rotated), sequences)
+        return q, *self._keys_and_values(up, shared, sequences)
+
+    def _queries(self, q: Tensor, sequences: Sequences) -> Tensor:
+        """q: [T, heads, unrotated + rotated channels]; the same, rotated."""
+        turned = latent_queries(q, sequences.rotation)
+        if turned is not None:
+            return turned
+        plain, tail = q.split((self.plain, self.rotated), -1)
+        return torch.cat([plain, apply_rotary(tail, sequences.rotation, interleaved=True)], -1)
+
+    def _keys_and_values(self, up: Tensor, shared: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """up: [T, heads * (unrotated + value channels)]; shared: [T, rotated channels]."""
+        made = latent_keys_and_values(up, shared, sequences.rotation, self.heads, self.plain)
+        if made is not None:
+            return made
         plain, v = up.view(-1, self.heads, self.plain + self.values).split((self.plain, self.values), -1)
         shared = apply_rotary(shared[:, None], sequences.rotation, interleaved=True)
-        return q, torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()
+        return torch.cat([plain, shared.expand(-1, self.heads, -1)], -1), v.contiguous()

@@ -11,8 +11,6 @@ To run longer sequences than a model was trained for, frequencies are lowered: a
 from __future__ import annotations
 
 import math
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -128,38 +126,3 @@ class _Rotary(torch.autograd.Function):
 def apply_rotary(x: Tensor, turn: Rotation, *, interleaved: bool = False) -> Tensor:
     """x: [T, ..., head channels], any strides. Computed in FP32; returns a new contiguous tensor in x's dtype."""
     return _Rotary.apply(x, *turn, interleaved)
-
-
-class _SplitHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _kernels().split_heads(qkv, cos, sin, queries_per_group)
-
-    @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None]:
-        grads = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
-        return _kernels().join_heads(*grads, *ctx.saved_tensors), None, None, None
-
-
-def split_heads(
-    qkv: Tensor, turn: Rotation, queries_per_group: int, channels: int
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Rotated q [T, heads, d] and k [T, groups, d], and v, each contiguous, in one pass; None where no kernel does it.
-
-    qkv: [T, groups * (queries_per_group + 2) * d], by group: its query heads, its key head, its value head.
-    """
-    half = turn[0].shape[1]
-    if not qkv.is_cuda or 2 * half != channels or half & (half - 1) or qkv.stride(1) != 1 or _kernels() is None:
-        return None
-    return _SplitHeads.apply(qkv, *(t.contiguous() for t in turn), queries_per_group)
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """None where Triton is not installed."""
-    try:
-        from megafp8.kernels import rope
-    except ImportError:
-        return None
-    return rope
