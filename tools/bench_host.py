@@ -102,7 +102,7 @@ def _multiply(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, 
     return torch.empty(a.data.shape[0], b.data.shape[0], dtype=out_dtype) if out is None else out
 
 
-def _split_heads(qkv: Tensor, turn, queries_per_group: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(qkv: Tensor, turn, queries_per_group: int, channels: int, norms) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.view(qkv.shape[0], -1, queries_per_group + 2, channels).split((queries_per_group, 1, 1), 2)
     return tuple(x.reshape(qkv.shape[0], -1, channels) for x in (q, k, v))
 
