@@ -24,10 +24,9 @@ GRIDS, GRID_PROGRAMS = 4, 4
 
 
 class Squares(NamedTuple):
-    """What `squares` found: FP64 sums [chunks]; FP64 [2], the largest and whether one isn't finite (0 or 1); int64
-    [programs], elements that are not 0 (None unless asked for)."""
+    """What `squares` found: FP64 [2], the largest sum and whether one isn't finite (0 or 1); int64 [programs], elements
+    that are not 0 (None unless asked for)."""
 
-    sums: Tensor
     summary: Tensor
     nonzero: Tensor | None
 
@@ -115,18 +114,17 @@ def grids_kernel(sums_ptr, largest_ptr, out_ptr, count, N: gl.constexpr, W: gl.c
     gl.store(out + 3, gl.sum(a3, axis=0))
 
 
-def squares(x: Tensor, mask: Tensor | None, *, count_nonzero: bool = False) -> Squares:
-    """Of a flat FP32 tensor `[64 n]`. mask: bool [n], chunks that count; None: all."""
+def squares(x: Tensor, mask: Tensor | None, sums: Tensor, *, count_nonzero: bool = False) -> Squares:
+    """Of a flat FP32 tensor `[64 n]`. mask: bool [n], chunks that count; None: all. sums: FP64 [n], written."""
     chunks = x.numel() // CHUNK.value
     programs = max(1, min(-(-chunks // ROWS), PROGRAMS_A_MULTIPROCESSOR * multiprocessors(x.device)))
-    sums = torch.empty(chunks, dtype=torch.float64, device=x.device)
     partial = torch.empty(programs, 2, dtype=torch.float64, device=x.device)
     nonzero = torch.empty(programs, dtype=torch.int64, device=x.device) if count_nonzero else None
     mask = None if mask is None else mask.view(torch.uint8)
     squares_kernel[(programs,)](
         x, mask, sums, partial, nonzero, chunks, R=ROWS, W=WARPS, num_warps=WARPS, enable_fp_fusion=False
     )
-    return Squares(sums, partial.amax(0), nonzero)
+    return Squares(partial.amax(0), nonzero)
 
 
 def grids(sums: Tensor, largest: Tensor) -> Tensor:

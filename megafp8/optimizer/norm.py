@@ -157,13 +157,14 @@ class Measure:
 
         Vocabulary padding doesn't count. All in one pass over the values.
         """
+        flat, masks = [part for of_buffer in parts for part in of_buffer], [m for of in self._masks for m in of]
+        chunks = [part.numel() // ALIGNMENT for part in flat]
+        values = torch.empty(sum(chunks), dtype=torch.float64, device=flat[0].device)
         found = [
-            self._squares(part, mask, count_zeros)
-            for of_buffer, masks in zip(parts, self._masks, strict=True)
-            for part, mask in zip(of_buffer, masks, strict=True)
+            self._squares(part, mask, sums, count_zeros)
+            for part, mask, sums in zip(flat, masks, values.split(chunks), strict=True)
         ]
-        values = torch.cat([sums for sums, _, _ in found]) if len(found) > 1 else found[0][0]
-        summary = torch.stack([pair for _, pair, _ in found]).amax(0) if len(found) > 1 else found[0][1]
+        summary = torch.stack([pair for pair, _ in found]).amax(0) if len(found) > 1 else found[0][0]
         third = torch.zeros_like(summary[:1]) if bad is None else bad.double().view(1)
         agreed = self._everyone.max_(torch.cat([summary, third]))
         sums = self._spread.sum_(self._grids(values, agreed[0]))
@@ -171,24 +172,24 @@ class Measure:
         norm = torch.where(broken, torch.nan, total_of(sums).sqrt())
         zeros = None
         if count_zeros:
-            zeros = self._spread.sum_(self._elements - sum(nonzero for _, _, nonzero in found))
+            zeros = self._spread.sum_(self._elements - sum(nonzero for _, nonzero in found))
         return norm, broken | (agreed[2] > 0), zeros
 
-    def _squares(self, part: Tensor, mask: Tensor | None, count: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sums of chunks, 0 of those that are not counted or not finite; FP64 [2]: the largest, and 1 if one isn't;
-        elements that are not 0."""
+    def _squares(self, part: Tensor, mask: Tensor | None, sums: Tensor, count: bool) -> tuple[Tensor, Tensor | None]:
+        """Writes sums of chunks, 0 of those that are not counted or not finite. Returns FP64 [2]: the largest, and 1 if
+        one isn't finite; elements that are not 0."""
         if self._kernels is not None and part.numel():
-            found = self._kernels.squares(part, mask, count_nonzero=count)
-            return found.sums, found.summary, found.nonzero.sum() if count else None
+            found = self._kernels.squares(part, mask, sums, count_nonzero=count)
+            return found.summary, found.nonzero.sum() if count else None
         squares = chunk_squares(part)
         finite = squares.isfinite()
-        squares = torch.where(finite if mask is None else finite & mask, squares, 0.0)
+        squares = sums.copy_(torch.where(finite if mask is None else finite & mask, squares, 0.0))
         largest = squares.max() if squares.numel() else squares.new_zeros(())
         nonzero = None
         if count:
             nonzero = (part.view(-1, ALIGNMENT) != 0).sum(1)
             nonzero = (nonzero if mask is None else nonzero * mask).sum()
-        return squares, torch.stack([largest, (~finite.all()).double()]), nonzero
+        return torch.stack([largest, (~finite.all()).double()]), nonzero
 
     def _grids(self, values: Tensor, largest: Tensor) -> Tensor:
         if self._kernels is not None and values.numel():

@@ -50,8 +50,8 @@ CUBLAS_WORKSPACE = 32 * MIB
 """PyTorch's workspace of cuBLAS and cuBLASLt, for a thread's handle and a stream, on Hopper and later."""
 TABLE_BYTES, PROGRAM_ELEMENTS = 8, 16 * 64
 """The fused update has a table of two int32 for each program, of 16 chunks of 64 elements."""
-NORM_BYTES = 2 * 8 / 64
-"""Of an element: the gradient norm has an FP64 sum for every 64, by part and then of all parts together."""
+NORM_BYTES = 8 / 64
+"""Of an element: the gradient norm has an FP64 sum for every 64."""
 
 
 @dataclass(frozen=True)

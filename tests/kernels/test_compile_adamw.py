@@ -58,7 +58,7 @@ LAUNCHES = {
     "tiles 128x128": lambda: tiles(SQUARES),
     "tiles 32x32": lambda: tiles(SQUARES_32),
     "tiles 1x32": lambda: tiles(ROWS_32),
-    "squares": lambda: grad_norm.squares(f32(), None),
+    "squares": lambda: grad_norm.squares(f32(), None, torch.empty(N // 64, dtype=torch.float64)),
 }
 
 
