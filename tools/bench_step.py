@@ -33,9 +33,10 @@ import bench_crossover
 import bench_timing
 import torch
 from bench_clocks import Clocks
+from host_profile import host_profile
 from kernel_names import unlisted
 from step_report import draw, table, where_time_goes
-from step_work import Layers, Plain, Steps
+from step_work import Compiled, Layers, Plain, Steps
 
 from megafp8.config import Config, parse_args, with_vocab_size
 from megafp8.plan.conversions import conversions, markdown
@@ -190,6 +191,7 @@ class Measured:
     ms: dict[str, float]
     calls: dict[str, list[bench_timing.Call]]
     clocks: dict[str, Any] | None
+    host_rows: int
 
     @staticmethod
     def of(candidates: dict[str, Candidate], args: argparse.Namespace, device: torch.device) -> Measured:
@@ -197,12 +199,14 @@ class Measured:
         with Clocks(device) as clocks:
             times = bench_timing.in_turn(runs, device, args.rounds)
         calls = bench_timing.calls_in_turn(runs, device, args.profiled) if args.profiled else {}
-        return Measured({name: statistics.median(ms) for name, ms in times.items()}, calls, clocks.found)
+        medians = {name: statistics.median(ms) for name, ms in times.items()}
+        return Measured(medians, calls, clocks.found, args.host_profile)
 
     def record(self, name: str, one: Candidate, base_ms: float, size: Size, flops: float) -> dict[str, Any]:
         tokens = size.microbatches * one.config.train.micro_batch_size * one.config.data.seq_length
         record = one.record(self.ms[name], base_ms, tokens, flops)
-        return record | one.looked_into(self.calls.get(name, []), size.microbatches) | {"clocks": self.clocks}
+        record |= one.looked_into(self.calls.get(name, []), size.microbatches) | {"clocks": self.clocks}
+        return record | ({"host_profile": host_profile(one.run, self.host_rows)} if self.host_rows else {})
 
 
 def layer_flops(config: Config) -> float:
@@ -220,7 +224,8 @@ def measure_layers(args: argparse.Namespace, size: Size, device: torch.device) -
         candidates[recipe] = Candidate.of(make, config, device, args.warmup)
     base = configs[BASE]
     if args.compile:
-        for name, make in ((f"{BASE}, compiled", compiled_layers(base, device, args)), (PLAIN, plain(base, device))):
+        rivals = {f"{BASE}, compiled": lambda: Compiled(base, device, args.gradients), PLAIN: plain(base, device)}
+        for name, make in rivals.items():
             try:
                 candidates[name] = Candidate.of(make, base, device, args.warmup)
             except Exception as error:  # a benchmark goes on without a rival that can't be compiled
@@ -229,15 +234,6 @@ def measure_layers(args: argparse.Namespace, size: Size, device: torch.device) -
     found = Measured.of(candidates, args, device)
     base_ms, flops = min(ms for name, ms in found.ms.items() if name.startswith(BASE)), layer_flops(base)
     return {name: found.record(name, one, base_ms, size, flops) for name, one in candidates.items()}
-
-
-def compiled_layers(config: Config, device: torch.device, args: argparse.Namespace) -> Callable[[], Layers]:
-    def make() -> Layers:
-        layers = Layers(config, device, args.gradients)
-        layers.compile()
-        return layers
-
-    return make
 
 
 def plain(config: Config, device: torch.device) -> Callable[[], Plain]:
@@ -284,6 +280,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each recipe (default: %(default)s)")
     parser.add_argument("--profiled", type=int, default=3, help="rounds after those in which kernels are listed, 0 for "
                         "none (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--host-profile", type=int, default=0, metavar="ROWS", help="print so many functions in which "
+                        "the host spends most of its time in a call")  # fmt: skip
     parser.add_argument("--warmup", type=int, default=3, help="calls before (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out what is compiled")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

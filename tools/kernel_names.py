@@ -13,6 +13,7 @@ CLASSES = {
     "attention": ("flash", "fmha", "sdpa", "cudnn_generated", "attention", "cudnn::fusion"),
     "optimizer": ("adamw", "squares_kernel", "grids_kernel", "scales_kernel"),
     "loss": ("loss_rows", "loss_grad"),
+    "heads": ("heads_kernel", "heads_grad_kernel", "turn_tails", "keys_and_values"),
     "norm": ("norm_rows", "norm_tiles", "norm_both", "norm_grad", "sum_rows", "layer_norm", "rms_norm", "gammabeta"),
     "activation": ("swiglu", "silu", "gelu"),
     "quantize": ("quantize", "cast_kernel", "amax_kernel", "transpose_kernel", "grouped_kernel", "blockwise_to"),
@@ -23,7 +24,7 @@ CLASSES = {
 SwiGLU is `activation`: `quantize` is what runs for nothing else, as `cast` is of PyTorch's copies."""
 ORDER = (
     *("gemm", "attention", "quantize", "cast", "norm", "activation", "loss", "elementwise", "copies", "optimizer"),
-    "communication",
+    *("heads", "communication"),
 )
 STANDALONE = ("quantize", "cast")
 """Classes of kernels that change formats and do nothing else."""
@@ -53,6 +54,8 @@ def _casts(lower: str) -> bool:
 
 def short(name: str) -> str:
     """A kernel's name for people: of PyTorch's what they compute, without the rest of the template."""
+    if name.startswith("_ZN"):
+        return _demangled(name)
     name = name.replace("(anonymous namespace)::", "").replace("at::native::", "").removeprefix("void ")
     if "elementwise_kernel<" not in name:
         reduced = re.search(r"(\w+_functor|\w+Ops)\b(?=<)", name) if name.startswith("reduce_kernel") else None
@@ -63,11 +66,21 @@ def short(name: str) -> str:
         if not re.fullmatch(r"(Binary|[AB]?Unary)Functor", operation):
             return f"{operation}<{wrapped or of}>"
         wrapped = of
-    found = re.search(r"\b(\w+?)(?:<[\w:, ]*>)?\(at::TensorIter", name)
+    found = re.search(r"\b(?!gpu_)(\w+?)(?:<(?:[^<>]|<[^<>]*>)*>)?\(at::TensorIter", name)
     operands = re.search(r"\{lambda\((\w[^()]*)\)#", name)
     what = found[1] if found else "elementwise_kernel"
     cast = " with cast" if _casts(name.lower()) else ""
     return what + (f"({operands[1]})" if operands else "") + cast
+
+
+def _demangled(name: str) -> str:
+    """The qualified name in a mangled one, which is too long for the profiler to demangle it."""
+    parts, rest = [], name.removeprefix("_ZN")
+    while length := re.match(r"\d+", rest):
+        start, end = length.end(), length.end() + int(length[0])
+        parts.append(rest[start:end])
+        rest = rest[end:]
+    return "::".join(parts)
 
 
 @dataclass
@@ -89,7 +102,8 @@ def unlisted(launches: Iterable[tuple[str, float]], ledger: list[Conversion], mi
     found = Unlisted()
     for name, ms in launches:
         lower = name.lower()
-        if "nccl" in lower or lower.startswith("triton_") or any(word in lower for word in free):
+        computes = kernel_class(name) in ("gemm", "attention", "communication")
+        if computes or lower.startswith("triton_") or any(word in lower for word in free):
             continue
         if 1e3 * ms < SMALL_US and ("at::native" in name or lower.startswith("mem")):
             _add(found.small, ms)

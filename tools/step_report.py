@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import host_profile
 from bench_timing import Call
 from kernel_names import ORDER, STANDALONE, kernel_class, short
 
@@ -112,6 +113,7 @@ def _details(row: dict[str, Any]) -> list[str]:
         lines.append(f"SM clock {c['sm_mhz']:.0f} MHz, {c['watts']:.0f} W, medians of {c['samples']} looks")
     for place, count in _counted(row["syncs"] or ()):
         lines.append(f"waits for the device at {place}, {count} times a call")
+    lines += host_profile.table(row.get("host_profile", []))
     found = row.get("unlisted")
     if found is not None:
         for name, (count, ms) in sorted(found["passes"].items(), key=lambda item: -item[1][1]):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
+from unittest import mock
 
 import torch
 from bench_layer_memory import Gradients, PlainLayer, lay_side_by_side
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from megafp8.config import Config
 from megafp8.core.build import BuildContext
 from megafp8.core.gpt import initialize
+from megafp8.core.transformer import activation, attention
 from megafp8.core.transformer.block import TransformerBlock
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.rope import inverse_frequencies, rotation
-from megafp8.fp8 import DelayedScaling, policy
+from megafp8.fp8 import DelayedScaling, linear_function, policy, wgrad
 from megafp8.parallel import ParallelContext
 from megafp8.params import InitialValues, ParamSpec, unpadded
 from megafp8.step import StepContext
@@ -57,15 +59,51 @@ class Layers:
         self.arguments = Sequences(batch, length, turn), StepContext(grads=sink, scaling=self.scaling)
         self.leaves, self.forward = (self.x, *self.block.parameters()), self.block.__call__
 
-    def compile(self) -> None:
-        self.forward = torch.compile(self.block)
-
     def __call__(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
         self.forward(self.x, *self.arguments).backward(self.dy)
         if self.scaling is not None:
             self.scaling.advance()
+
+
+class Compiled(Layers):
+    """The same under torch.compile, in PyTorch's operations, which it can look into; what it can't take runs as it
+    is."""
+
+    def __init__(self, config: Config, device: torch.device, gradients: str) -> None:
+        super().__init__(config, device, gradients)
+        self.forward = torch.compile(self.block)
+
+    def __call__(self) -> None:
+        with without_own_kernels(), torch._dynamo.config.patch(suppress_errors=True):
+            super().__call__()
+
+
+@contextmanager
+def without_own_kernels() -> Iterator[None]:
+    """Inside, modules in high precision use PyTorch's operations where they have kernels of our own."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (attention, "split_heads", lambda *args: None),
+            (activation.Activation, "__call__", lambda self, x, weights=None: self.formula(x)),
+            (linear_function, "multiply_wgrad", _multiply_wgrad),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def _multiply_wgrad(dy: Tensor, x: Tensor, out: Tensor | None, adds: bool = True) -> Tensor:
+    if out is None:
+        return dy.t() @ x
+    put_product(dy, x, out, adds)
+    return out
+
+
+@torch.library.custom_op("megafp8_bench::put_product", mutates_args=("out",))
+def put_product(dy: Tensor, x: Tensor, out: Tensor, adds: bool) -> None:
+    """`dY.T @ X` in an FP32 tensor, as `fp8.wgrad` does it: the fake `addmm` of torch 2.11 doesn't know `out_dtype`."""
+    wgrad.multiply_wgrad(dy, x, out, adds)
 
 
 class Plain:

@@ -66,6 +66,7 @@ def test_kernels_that_the_ledger_lacks_are_named():
     found = list(ledger("blockwise").values())
     known = ["norm_both_kernel", "swiglu_grad_kernel", "quantize_1d_kernel", "nvjet_sm90", "Memcpy HtoD (Pinned)"]
     known += ["void flash_bwd_convert_dq_kernel", "ncclDevKernel_Broadcast", "gemm_kernel", "norm_grad_kernel"]
+    known += ["_ZN7cutlass13device_kernelI4gemm18KernelPtrArrayCopy"]  # a word in a template isn't what it does
     known += ["triton_poi_fused__to_copy_add_cat_mul_3"]  # torch.compile's, which names all that it fused
     assert passes(known, found) == {}
     copy = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>"

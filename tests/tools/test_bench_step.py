@@ -23,7 +23,7 @@ def test_both_scopes_from_end_to_end(tmp_path, capsys):
     json_path, png = tmp_path / "step.json", tmp_path / "step.png"
     argv = ["--preset", "tiny", "--device", "cpu", "--no-compile", "--rounds", "1", "--warmup", "1"]
     argv += ["--recipes", "blockwise", "--microbatches", "2", "--output", str(json_path), "--png", str(png)]
-    assert bench_step.main([*argv, "--profiled", "1"]) == 0
+    assert bench_step.main([*argv, "--profiled", "1", "--host-profile", "30"]) == 0
     results = json.loads(json_path.read_text())
     assert list(results["scopes"]) == ["layers", "step, 2 microbatches"]
     for scope, rows in results["scopes"].items():
@@ -42,6 +42,9 @@ def test_both_scopes_from_end_to_end(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "  blockwise: " in out
     assert " ms = gemm " in out
+    seen = {name for name, _, _ in results["scopes"]["layers"]["blockwise"]["host_profile"]}
+    assert len(seen) == 30
+    assert any("backward" in name for name in seen)
     assert bench_step.main(["--preset", "tiny", "--device", "cpu", "--flags", "--recompute-modules nonsense"]) == 2
     assert "recompute-modules" in capsys.readouterr().err
 
@@ -145,6 +148,9 @@ WHERE = f"{ITERATED}(anonymous namespace)::where_kernel_impl(at::TensorIterator&
 WHERE += "{lambda(bool, long, long)#1}>(int)"
 SUM = f"{NATIVE}reduce_kernel<128, 4, at::native::ReduceOp<float, at::native::func_wrapper_t<float, "
 SUM += "at::native::sum_functor<float, float, float>::op> > >(int)"
+INDEX = f"{NATIVE}index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::index_kernel_impl"
+INDEX += "<at::native::OpaqueType<2> >(at::TensorIteratorBase&)::{lambda(char*, char const*, long)#1}>(int)"
+GROUPED = "_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_4gemm6kernel13GemmUniversalI"
 DQ = "void cudnn::fusion::convert_dq_to_16bits<true>(void const*)"
 
 
@@ -161,6 +167,9 @@ DQ = "void cudnn::fusion::convert_dq_to_16bits<true>(void const*)"
         (FILL, "FillFunctor<float>", "copies"),
         (MULTIPLY, "MulFunctor<BFloat16>", "elementwise"),
         (WHERE, "where_kernel_impl(bool, long, long)", "elementwise"),
+        (INDEX, "index_kernel_impl(char*, char const*, long)", "elementwise"),
+        (GROUPED, "cutlass::device_kernel", "gemm"),
+        ("norm_heads_grad_kernel", "norm_heads_grad_kernel", "heads"),
         (SUM, "reduce_kernel sum_functor", "elementwise"),
     ],
 )
@@ -207,6 +216,26 @@ def test_experts_lie_where_the_optimizer_keeps_them(gradients):
     for grouped in (grouped for experts in found for grouped in experts._grouped):
         assert stacked(grouped.stack.params) is not None
         assert sink is None or stacked([sink.buffer(param) for param in grouped.stack.params]) is not None
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_one_graph_and_give_the_same_gradients():
+    args = bench_step.arguments().parse_args(["--preset", "tiny", "--device", "cpu"])
+    config = bench_step.config_of(args, "bf16")
+    torch.manual_seed(0)
+    plain = bench_step.Layers(config, CPU, "fp32")
+    torch.manual_seed(0)
+    compiled = bench_step.Compiled(config, CPU, "fp32")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for layers in (plain, compiled):
+        layers()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    found, expected = ((x.x.grad, *x.arguments[1].grads.buffers.values()) for x in (compiled, plain))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+    assert sum(bool(one.norm() > 0) for one in found) == 5  # of the input and four linears; norms' go another way
 
 
 def test_candidates_take_turns():
