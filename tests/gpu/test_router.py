@@ -7,12 +7,15 @@ import torch
 
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.capacity import drop
+from megafp8.core.moe.logits import Logits
 from megafp8.core.moe.permutation import Permutation, combine, permute
 from megafp8.core.moe.router import Router
 from megafp8.core.moe.routing import RoutingRule, choose, sinkhorn
 from megafp8.core.transformer.core_attention import Sequences
+from megafp8.params import GradSink
 from megafp8.step import Statistics, StepContext
 from tests.core.families import DEEPSEEK
+from tests.core.helpers import relative_error
 from tests.gpu.waiting import no_waiting
 
 EXPERTS, TOKENS = 64, 512
@@ -75,3 +78,41 @@ def test_nothing_waits_for_the_device(factor):
         order = Permutation.of(routing.experts, model.num_experts, drops=routing.drops, capacity=routing.capacity)
         (combine(permute(x, order), order).sum() + routing.weights.sum()).backward()
     assert torch.isfinite(x.grad).all()
+
+
+class OneBuffer(GradSink):
+    """An FP32 gradient buffer, written anew by each backward."""
+
+    def __init__(self, param):
+        self.grad = torch.full(param.shape, torch.nan, device=param.device)
+
+    def target(self, param):
+        return self.grad, False
+
+    def ready(self, param):
+        pass
+
+
+@pytest.mark.parametrize("experts", [4, 8, 60, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_have_fp32s_error(dtype, experts):
+    """Against FP64; with operands or a gradient rounded to BF16 the error would be a hundred times as large."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(n, m, generator=generator) for n, m in ((300, 512), (experts, 512), (300, experts)))
+    x, weight, grad = x.to("cuda", dtype).requires_grad_(), weight.to("cuda", dtype).requires_grad_(), grad.cuda()
+    sink = OneBuffer(weight)
+
+    def run():
+        x.grad = None
+        logits = Logits.apply(x, weight, torch.float32, StepContext(grads=sink))
+        logits.backward(grad)
+        return logits
+
+    run()
+    with no_waiting():
+        logits = run()
+    x64, w64, g64 = x.detach().double(), weight.detach().double(), grad.double()
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, x64 @ w64.t()) < 1e-5
+    assert relative_error(sink.grad, g64.t() @ x64) < 1e-5
+    assert relative_error(x.grad, g64 @ w64) < (2.5e-3 if dtype == torch.bfloat16 else 1e-5)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.balancing import balance_loss, balance_scores, global_balance_loss, z_loss
 from megafp8.core.moe.capacity import Capacity, drop
+from megafp8.core.moe.logits import Logits
 from megafp8.core.moe.routing import RoutingRule, choose, choose_sinkhorn, count_tokens, dealt_out
 from megafp8.core.tensor_parallel.mappings import gather_tokens
 from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.core_attention import Sequences
-from megafp8.fp8.wgrad import put
 from megafp8.parallel import Axis
 from megafp8.params import Init, attach_spec
 from megafp8.step import Statistics, StepContext
@@ -70,7 +70,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Routing:
         """x: [T, hidden]."""
-        logits = gather_tokens(_Logits.apply(x, self.weight, self.dtype, step), self.tokens)
+        logits = gather_tokens(Logits.apply(x, self.weight, self.dtype, step), self.tokens)
         routing = self._route(logits, sequences, step)
         if self.tokens.size == 1:
             return routing
@@ -173,25 +173,3 @@ class _WithLoss(torch.autograd.Function):
 def with_loss(x: Tensor, loss: Tensor) -> Tensor:
     """`x`, unchanged; its backward runs `loss`'s (a scalar) too, as if the loss had been added to the model's."""
     return _WithLoss.apply(x, loss)
-
-
-class _Logits(torch.autograd.Function):
-    """x W^T in FP32 or FP64. Keeps x in its own dtype; the weight's gradient is added as a linear's is."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, dtype: torch.dtype, step: StepContext) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.dtype, ctx.step = weight, dtype, step
-        return x.to(dtype) @ weight.to(dtype).t()
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        weight, sink = ctx.weight, ctx.step.grads
-        dx = (grad_output @ weight.to(ctx.dtype)).to(x.dtype)
-        dw = grad_output.t() @ x.to(ctx.dtype)
-        if sink is None:
-            return dx, dw.to(weight.dtype), None, None
-        put(dw, *sink.target(weight))
-        sink.ready(weight)
-        return dx, None, None, None

@@ -8,6 +8,7 @@ import torch
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.balancing import balance_loss, balance_scores, global_balance_loss
 from megafp8.core.moe.layer import MoELayer
+from megafp8.core.moe.logits import three_parts
 from megafp8.core.moe.routing import RoutingRule, choose
 from megafp8.core.moe.shares import LastShares
 from megafp8.core.transformer.core_attention import Sequences
@@ -172,3 +173,15 @@ def test_global_loss_follows_the_last_steps_counts():
     assert torch.equal(fresh.router.shares, made.router.shares)
     made.router.weight.grad = None
     assert torch.equal(gradient(made), gradient(fresh))
+
+
+def test_three_bf16_numbers_are_one_of_fp32():
+    """So the gradient of the logits multiplies BF16 weights exactly on BF16 tensor cores."""
+    x = torch.randn(64, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 64)[:, None]
+    x[0] = 0
+    parts = three_parts(x)
+    assert parts.dtype == torch.bfloat16
+    assert torch.equal(parts.double().view(64, 3, 24).sum(1), x.double())
+    assert not torch.equal(parts.double().view(64, 3, 24)[:, :2].sum(1), x.double())
+    weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert relative_error(parts.double() @ weight.repeat(3, 1).double(), x.double() @ weight.double()) < 1e-15
