@@ -1,9 +1,9 @@
 """From which sizes on FP8 pays: a linear's forward and backward, recipe by recipe, over hidden sizes and tokens.
 
 The shapes are those of a Llama-like layer of each hidden size h: qkv [1.5h, h], proj [h, h], fc1 [7h, h], fc2
-[h, 3.5h]. Inputs are quantized by a kernel of their own: fused producers only do better. Speeds are FP8's over BF16's,
-as a step that is bound by launches would see it, and behind it of the device alone, whose queue is filled ahead. The
-table is that of megafp8/fp8/crossover.json, which reads the first.
+[h, 3.5h]. Inputs are quantized by a kernel of their own: fused producers only do better. Speeds are FP8's over
+BF16's: of the device, whose queue is filled ahead, and behind it as called one after the other, where small ones wait for the
+host. The table is that of megafp8/fp8/crossover.json, which reads the first: the host isn't the device's property.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Work:
 def run(args: argparse.Namespace, device: torch.device) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rows: dict[str, list] = {recipe: [] for recipe in RECIPES}
-    heads = "".join(f"{recipe:>12} device" for recipe in RECIPES)
+    heads = "".join(f"{recipe:>12} called" for recipe in RECIPES)
     print(f"{'':6}{'tokens':>8}{'out':>8}{'in':>8}{'bf16 ms':>10}{heads}")
     for hidden in args.crossover_hidden:
         for tokens in args.crossover_tokens:
             for shape, (wide, deep) in SHAPES.items():
                 sizes = tokens, int(wide * hidden), int(deep * hidden)
                 works = {recipe: Work(recipe, *sizes, device) for recipe in (None, *RECIPES)}
-                called, alone = measure(works, device, args.rounds)
-                speeds = {r: (round(called[None] / called[r], 3), round(alone[None] / alone[r], 3)) for r in RECIPES}
+                alone, called = measure(works, device, args.rounds)
+                speeds = {r: (round(alone[None] / alone[r], 3), round(called[None] / called[r], 3)) for r in RECIPES}
                 for recipe, both in speeds.items():
                     rows[recipe].append([*sizes, *both])
                 line = "".join(f"{first:12.2f}{second:7.2f}" for first, second in speeds.values())
-                print(f"{shape:6}{sizes[0]:8}{sizes[1]:8}{sizes[2]:8}{called[None]:10.3f}{line}", flush=True)
+                print(f"{shape:6}{sizes[0]:8}{sizes[1]:8}{sizes[2]:8}{alone[None]:10.3f}{line}", flush=True)
         write(args.crossover, name, rows)  # so that a run which is cut short has a table
     return 0
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 def measure(
     works: dict[str | None, Work], device: torch.device, rounds: int
 ) -> tuple[dict[str | None, float], dict[str | None, float]]:
-    """Least milliseconds of a call of each: as called, and with the queue filled ahead."""
+    """Least milliseconds of a call of each: with the queue filled ahead, and as called."""
     for work in works.values():
         bench_timing.milliseconds(work, device, 1, warmup=2)
 
@@ -81,8 +81,8 @@ def measure(
         if device.type == "cuda":
             torch.cuda._sleep(AHEAD_CYCLES)
 
-    called, alone = (bench_timing.in_turn(works, device, rounds, calls=2, before=before) for before in (None, fill))
-    return {name: min(ms) for name, ms in called.items()}, {name: min(ms) for name, ms in alone.items()}
+    alone, called = (bench_timing.in_turn(works, device, rounds, calls=2, before=before) for before in (fill, None))
+    return {name: min(ms) for name, ms in alone.items()}, {name: min(ms) for name, ms in called.items()}
 
 
 def write(path: Path, device: str, rows: dict[str, list]) -> None:

@@ -27,7 +27,7 @@ LAYERS, STEP = ("--scopes", "layers", "--recipes"), ("--scopes", "step", "--reci
 SMALL_MODEL = "--num-layers 2 --seq-length 2048 --micro-batch-size 1 --vocab-size 32767"
 SHORT = ("--no-compile", "--rounds", "5")
 RUNS = {
-    "layers": (*LAYERS, *TRIO, "delayed"),
+    "layers": (*LAYERS, *TRIO, "delayed", "--no-compile"),
     "deepseek-v3": (*LAYERS, *TRIO, "--preset", "deepseek-v3", *SHORT),
     "deepseek-v3-moe-layer": (*LAYERS, *TRIO, "--preset", "deepseek-v3", *SHORT,
                               "--flags", "--num-layers 1 --moe-layer-freq [1]"),
@@ -37,6 +37,9 @@ RUNS = {
     "lengths": (*LAYERS, *TRIO, *SHORT, "--seq-lengths", "2048", "32768", "--flags", "--num-layers 3"),
     "crossover": ("--rounds", "3", "--crossover-hidden", "1024", "2048", "4096",
                   "--crossover-tokens", "2048", "8192", "32768"),
+    "base": (*LAYERS, "bf16", "--rounds", "5"),  # compiled, and beside a plain module
+    "host": (*STEP, *TRIO[:2], "--microbatches", "16", "--rounds", "1", "--warmup", "2", "--profiled", "0",
+             "--host-profile", "45", "--flags", SMALL_MODEL),
     "microbatches": (*STEP, *TRIO[:2], "--microbatches", "1", "4", "64", "--rounds", "2", "--warmup", "1",
                      "--profiled", "0", "--flags", SMALL_MODEL),
 }  # fmt: skip
