@@ -22,10 +22,9 @@ from triton.experimental.gluon import language as gl
 from .quantize import Stored, pointers, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen, norm_rows_config
 from .quantize_device import (
-    larger,
+    farther,
     layout_of,
     load_or_zero,
-    magnitude,
     round_through,
     rounded,
     tile_indices,
@@ -37,7 +36,7 @@ from .quantize_device import (
     to_f32,
     waiting_layout,
 )
-from .quantize_emit import emit, emit_part, emit_rest, record_amax
+from .quantize_emit import emit, emit_part, emit_rest, record_amax, tensor_scale
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
     for i in gl.static_range(len(held)):
         x = to_f32(held[i])
         squares += x * x
+    row, col = (row_ptr, row_scale_ptr, None, row_scale_ld), (None, None, None, 0)
+    scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 == 0, SPEC)
     rstd = row_rstd(squares, H, eps)
     rows = t0 + gl.arange(0, BLOCK_M, layout=layout_of(rstd))
     gl.store(rstd_ptr + rows, rstd, mask=rows < T)
@@ -105,10 +106,9 @@ def norm_rows_kernel(x_ptr, weight_ptr, rstd_ptr, y_ptr, row_ptr, row_scale_ptr,
                 gl.store(y_ptr + tile_offsets(rows, cols, H, 1), to_compute_dtype(y, dtype), mask=mask)
             y = round_through(y, dtype)
             if record_ptr is not None:
-                largest = larger(largest, magnitude(y))
+                largest = farther(largest, y)
             if row_ptr is not None:
-                emit(y, t0, k0, (row_ptr, row_scale_ptr, None, row_scale_ld), (None, None, None, 0),
-                     (scale_ptr, amax_ptr), epsilon, T, H, SPEC, EVEN and k0 + BLOCK_K <= H)
+                emit(y, t0, k0, row, col, scale, epsilon, T, H, SPEC, EVEN and k0 + BLOCK_K <= H)
     if record_ptr is not None:
         record_amax(record_ptr, largest)
 
@@ -147,6 +147,7 @@ def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, record
         rstd = gl.load(rstd_ptr + rows + i, mask=rows + i < T, other=0.0, cache_modifier=".cg")
         rstds = rstds + (rstd,)  # noqa: RUF005 (the compiler knows no unpacking here)
     weight = load_or_zero(weight_ptr + cols, cols < H, EVEN)
+    scale = tensor_scale(tensor[0], tensor[1], epsilon, row, col, t0 + h0 == 0, SPEC)
     if record_ptr is not None:
         largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     for i in gl.static_range(0, BLOCK_M, STEP):
@@ -159,14 +160,14 @@ def norm_tile(x_ptr, weight_ptr, rstd_ptr, done, y_ptr, row, col, tensor, record
                      mask=tile_mask(rows + i, cols, T, H))
         y = round_through(y, dtype)
         if record_ptr is not None:
-            largest = larger(largest, magnitude(y))
+            largest = farther(largest, y)
         if PART == 0:
-            emit(y, t0, h0, row, col, tensor, epsilon, T, H, SPEC, EVEN)
+            emit(y, t0, h0, row, col, scale, epsilon, T, H, SPEC, EVEN)
         else:
-            emit_part(y, t0 + i, h0, row, tensor, epsilon, T, H, SPEC, EVEN)
+            emit_part(y, t0 + i, h0, row, scale, epsilon, T, H, SPEC, EVEN)
             ys.slice(i, PART).store(y)
     if PART != 0:
-        emit_rest(ys, t0, h0, col, tensor, epsilon, T, H, SPEC, EVEN)
+        emit_rest(ys, t0, h0, col, scale, epsilon, T, H, SPEC, EVEN)
     if record_ptr is not None:
         record_amax(record_ptr, largest)
 

@@ -105,19 +105,40 @@ CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
         Config(128, 128, 8, rows=32, maxnreg=64),
     ),
     "norm columns": (Config(128, 64, 4, r=8, c=8), Config(128, 128, 8, rows=32), Config(128, 64, 4, c=8, rows=32)),
-    "swiglu rows": (Config(32, 128, 8, c=8), Config(32, 128, 4)),
+    "swiglu rows": (Config(128, 128, 8, rows=32, maxnreg=64), Config(32, 128, 8, c=8), Config(32, 128, 4)),
+    # Under a tensor tile, with fc1's output as bytes beside them, or where tiles don't cover the result exactly.
+    "swiglu rows, plain": (Config(32, 128, 8, c=8), Config(32, 128, 4)),
     "swiglu columns": (Config(128, 128, 8, rows=32, maxnreg=64), Config(128, 64, 8, r=4, c=8)),
     "swiglu both": (
         Config(128, 128, 8, rows=32, maxnreg=64),
         Config(128, 128, 8, rows=32, maxnreg=80),
         Config(128, 128, 16, r=4, c=8, maxnreg=64),
     ),
-    "swiglu gradient": (Config(128, 128, 8, rows=16, c=8, maxnreg=80), Config(128, 128, 8, rows=32, maxnreg=128)),
+    # First passes under current scaling.
+    "swiglu amax": (
+        Config(16, 256, 8, c=8, ctas=4),
+        Config(32, 256, 8, c=16, ctas=3),
+        Config(16, 128, 4, c=8, ctas=8),
+    ),
+    "swiglu gradient amax": (
+        Config(16, 256, 8, c=8, ctas=3),
+        Config(16, 128, 8, c=8, ctas=5),
+        Config(16, 128, 4, c=8, ctas=7),
+    ),
+    "swiglu gradient": (
+        Config(128, 128, 8, rows=16, c=8, maxnreg=80),
+        Config(128, 128, 8, rows=32, maxnreg=128),
+    ),
     # With SwiGLU's output once more.
     "swiglu gradient, y": (
         Config(128, 128, 8, rows=32, maxnreg=128),
         Config(128, 128, 8, rows=32, c=8, maxnreg=128),
         Config(128, 128, 16, rows=32, c=8, maxnreg=64),
+    ),
+    # The same under tensor tiles.
+    "swiglu gradient, y, tensor": (
+        Config(128, 128, 16, rows=32, c=8, maxnreg=64),
+        Config(128, 128, 8, rows=32, maxnreg=128),
     ),
 }
 

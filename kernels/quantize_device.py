@@ -171,32 +171,35 @@ def magnitude(x):
 
 
 @jit
-def larger(a, b):
-    """The larger one, elementwise; a number beats NaN."""
+def farther(a, b):
+    """The one farther from zero, elementwise, with some sign; a number beats NaN.
+
+    One instruction for two values, where the magnitudes and their maximum are three.
+    """
     if a.dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.bfloat16, is_pure=True,
-                                      pack=2)
+        y = gl.inline_asm_elementwise("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.bfloat16,
+                                      is_pure=True, pack=2)
     else:
-        y = gl.maximum(a, b)
+        y = gl.maximum(gl.abs(a), gl.abs(b))
     return y
 
 
 @jit
-def max_of_rows(x, COUNT: gl.constexpr):
-    """[M, K] -> [M / COUNT, K]: maxima of COUNT neighbouring rows, all of them in one thread."""
+def amax_of_rows(x, COUNT: gl.constexpr):
+    """[M, K] -> [M / COUNT, K]: maxima of |x| over COUNT neighbouring rows, all of them in one thread."""
     if x.dtype == gl.bfloat16:
         for _ in gl.static_range(log2(COUNT)):
             a, b = gl.split(gl.permute(gl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), (0, 2, 1)))
-            x = larger(a, b)
-        y = x
+            x = farther(a, b)
+        y = magnitude(x)
     else:
-        y = gl.max(gl.reshape(x, (x.shape[0] // COUNT, COUNT, x.shape[1])), axis=1)
+        y = gl.max(gl.reshape(gl.abs(x), (x.shape[0] // COUNT, COUNT, x.shape[1])), axis=1)
     return y
 
 
 @jit
-def max_of_columns(x, COUNT: gl.constexpr):
-    """[M, K] -> [M, K / COUNT] FP32: maxima of COUNT neighbouring columns, over threads where it must be."""
+def amax_of_columns(x, COUNT: gl.constexpr):
+    """[M, K] -> [M, K / COUNT] FP32: maxima of |x| over COUNT neighbouring columns, over threads where it must be."""
     C: gl.constexpr = columns_a_thread(layout_of(x))
     M: gl.constexpr = x.shape[0]
     G: gl.constexpr = x.shape[1] // COUNT
@@ -204,18 +207,17 @@ def max_of_columns(x, COUNT: gl.constexpr):
         IN_THREAD: gl.constexpr = min(C, COUNT)
         for _ in gl.static_range(log2(IN_THREAD) - 1):
             a, b = gl.split(gl.permute(gl.reshape(x, (M, x.shape[1] // 4, 2, 2)), (0, 1, 3, 2)))
-            x = gl.reshape(larger(a, b), (M, x.shape[1] // 2))
-        y = gl.max(gl.reshape(to_f32(x), (M, G, x.shape[1] // G)), axis=2)
+            x = gl.reshape(farther(a, b), (M, x.shape[1] // 2))
+        y = gl.max(gl.reshape(gl.abs(to_f32(x)), (M, G, x.shape[1] // G)), axis=2)
     else:
-        y = gl.max(gl.reshape(x, (M, G, COUNT)), axis=2)
+        y = gl.max(gl.reshape(gl.abs(x), (M, G, COUNT)), axis=2)
     return y
 
 
 @jit
 def max_of_all(x):
     """FP32 maximum of |x|, at least 0."""
-    x = magnitude(x)
-    x = max_of_rows(x, rows_a_thread(layout_of(x)))
+    x = amax_of_rows(x, rows_a_thread(layout_of(x)))
     return gl.maximum(gl.max(gl.max(to_f32(x), axis=1), axis=0), 0.0)
 
 
@@ -247,6 +249,18 @@ def scale_from_amax(amax, epsilon, FMAX: gl.constexpr, SCALE: gl.constexpr):
         scale = gl.where(a == 0.0, 1.0, scale)
         stored = gl.div_rn(one, scale)
     return scale, stored
+
+
+@jit
+def scaled(x, scale, SCALE: gl.constexpr):
+    """FP32 of x * scale. BF16 by a power of two two at a time: exact, but for what FP8 rounds to zero anyway."""
+    if x.dtype == gl.bfloat16 and SCALE != FP32:
+        scale = to_compute_dtype(scale, gl.bfloat16)
+        y = to_f32(gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, scale], dtype=gl.bfloat16,
+                                             is_pure=True, pack=2))
+    else:
+        y = to_f32(x) * scale
+    return y
 
 
 @jit

@@ -11,6 +11,8 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
+    amax_of_columns,
+    amax_of_rows,
     cast_fp8,
     column_layout,
     columns_a_thread,
@@ -18,11 +20,10 @@ from .quantize_device import (
     layout_of,
     magnitude,
     max_of_all,
-    max_of_columns,
-    max_of_rows,
     rows_a_thread,
     rows_first,
     scale_from_amax,
+    scaled,
     tile_indices,
     tile_mask,
     tile_offsets,
@@ -82,8 +83,8 @@ def emit_rowwise(x, m0, k0, row, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.con
     BLOCK_M: gl.constexpr = x.shape[0]
     BLOCK_K: gl.constexpr = x.shape[1]
     ptr, scale_ptr, amax_ptr, ld = row
-    amax = max_of_columns(magnitude(x), B)
-    x = gl.reshape(to_f32(x), (BLOCK_M, BLOCK_K // B, B))
+    amax = amax_of_columns(x, B)
+    x = gl.reshape(x, (BLOCK_M, BLOCK_K // B, B))
     SCALES: gl.constexpr = gl.SliceLayout(2, layout_of(x))
     amax = gl.convert_layout(amax, SCALES)
     m = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCALES))
@@ -92,7 +93,7 @@ def emit_rowwise(x, m0, k0, row, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.con
     if amax_ptr is not None:
         amax = gl.load(amax_ptr + tile_offsets(m, b, 1, M), mask=mask, other=0.0)
     scale, stored = scale_from_amax(amax, epsilon, SPEC[0], SPEC[2])
-    y = gl.reshape(x * gl.expand_dims(scale, 2), (BLOCK_M, BLOCK_K))
+    y = gl.reshape(scaled(x, gl.expand_dims(scale, 2), SPEC[2]), (BLOCK_M, BLOCK_K))
     store_rowwise(ptr, y, m0, k0, M, K, SPEC[0], EVEN, L)
     store(scale_ptr + tile_offsets(m, b, 1, ld), stored, mask, EVEN)
     return y, stored
@@ -104,7 +105,7 @@ def emit_colwise(x, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.con
     L: gl.constexpr = layout_of(x)
     R: gl.constexpr = rows_a_thread(L)
     PACKED: gl.constexpr = 2 if x.dtype == gl.bfloat16 else 1
-    amax = max_of_rows(magnitude(x), R)
+    amax = amax_of_rows(x, R)
     amax = gl.convert_layout(amax, columns_layout(x.shape[0] // R, x.shape[1], PACKED, gl.num_warps()))
     y = scaled_columns(x, amax, m0, k0, col, first_block, epsilon, M_end, K, SPEC, EVEN)
     store_transposed(col[0], y, m0, k0, M, M_end, K, SPEC[0], EVEN, L)
@@ -114,7 +115,7 @@ def emit_colwise(x, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.con
 def emit_columns(memory, m0, k0, col, first_block, epsilon, M, M_end, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """`emit_colwise` of a tile that waits in shared memory, non-finite elements already NaN."""
     x = memory.load(column_layout(memory.shape[0], memory.shape[1], gl.num_warps(), False))
-    y = scaled_columns(x, max_of_rows(magnitude(x), 16), m0, k0, col, first_block, epsilon, M_end, K, SPEC, EVEN)
+    y = scaled_columns(x, amax_of_rows(x, 16), m0, k0, col, first_block, epsilon, M_end, K, SPEC, EVEN)
     store_columns(col[0], y, m0, k0, M, M_end, K, SPEC[0], EVEN)
 
 
@@ -134,9 +135,9 @@ def scaled_columns(x, amax, m0, k0, col, first_block, epsilon, M_end, K, SPEC: g
         amax = gl.load(amax_ptr + tile_offsets(b, k, K, 1), mask=mask, other=0.0)
     scale, stored = scale_from_amax(amax, epsilon, SPEC[0], SPEC[2])
     store(scale_ptr + tile_offsets(b, k, ld, 1), stored, mask, EVEN)
-    x = gl.reshape(to_f32(x), (G, B, BLOCK_K))
+    x = gl.reshape(x, (G, B, BLOCK_K))
     scale = gl.convert_layout(scale, gl.SliceLayout(1, layout_of(x)))
-    return gl.reshape(x * gl.expand_dims(scale, 1), (BLOCK_M, BLOCK_K))
+    return gl.reshape(scaled(x, gl.expand_dims(scale, 1), SPEC[2]), (BLOCK_M, BLOCK_K))
 
 
 @jit
@@ -191,28 +192,30 @@ def emit_2d(x, m0, k0, row, col, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.con
 
 
 @jit
-def tensor_scale(given_ptr, amax_ptr, epsilon, SPEC: gl.constexpr):
-    """(scale, scale_inv) of a tensor tile: given (delayed scaling), or from an amax that lies on the device."""
-    if given_ptr is not None:
-        scale = gl.load(given_ptr)
-        stored = gl.div_rn(scale * 0.0 + 1.0, scale)
-    else:
-        scale, stored = scale_from_amax(gl.load(amax_ptr), epsilon, SPEC[0], SPEC[2])
-    return scale, stored
+def tensor_scale(given_ptr, amax_ptr, epsilon, row, col, first, SPEC: gl.constexpr):
+    """The scale of a tensor tile: given (delayed scaling), or from an amax that lies on the device; 1 where there is
+    neither. Kernels read it once, before their tiles; the one whose tile is the `first` stores its inverse."""
+    scale = 1.0
+    if given_ptr is not None or amax_ptr is not None:
+        if given_ptr is not None:
+            scale = gl.load(given_ptr)
+            stored = gl.div_rn(scale * 0.0 + 1.0, scale)
+        else:
+            scale, stored = scale_from_amax(gl.load(amax_ptr), epsilon, SPEC[0], SPEC[2])
+        if first:
+            if row[0] is not None:
+                gl.store(row[1], stored)
+            elif col[0] is not None:
+                gl.store(col[1], stored)
+    return scale
 
 
 @jit
-def emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
-    """One scale for all; tensor: (given scale or None, amax or None)."""
+def emit_tensor(x, m0, k0, row, col, scale, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """The copies that are wanted under one scale."""
     L: gl.constexpr = layout_of(x)
     if row[0] is not None or col[0] is not None:
-        scale, stored = tensor_scale(tensor[0], tensor[1], epsilon, SPEC)
         y = to_f32(x) * scale
-        if m0 + k0 == 0:
-            if row[0] is not None:
-                gl.store(row[1], stored)
-            else:
-                gl.store(col[1], stored)
         if row[0] is not None:
             store_rowwise(row[0], y, m0, k0, M, K, SPEC[0], EVEN, L)
         if col[0] is not None:
@@ -220,31 +223,28 @@ def emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, 
 
 
 @jit
-def emit(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
-    """What a fused producer does with its rounded result, under 1D or tensor tiles."""
+def emit(x, m0, k0, row, col, scale, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+    """What a fused producer does with its rounded result, under 1D or tensor tiles (scale: from `tensor_scale`)."""
     if SPEC[1] == 0:
-        emit_tensor(x, m0, k0, row, col, tensor, epsilon, M, K, SPEC, EVEN)
+        emit_tensor(x, m0, k0, row, col, scale, M, K, SPEC, EVEN)
     else:
         emit_1d(x, m0, k0, row, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
 
 
 @jit
-def emit_part(x, m0, k0, row, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+def emit_part(x, m0, k0, row, scale, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """The rowwise side of `emit` for some rows of a tile that is not complete yet."""
     if SPEC[1] == 0:
-        emit_tensor(x, m0, k0, row, (None, None, None, 0), tensor, epsilon, M, K, SPEC, EVEN)
+        emit_tensor(x, m0, k0, row, (None, None, None, 0), scale, M, K, SPEC, EVEN)
     elif row[0] is not None:
         emit_rowwise(x, m0, k0, row, epsilon, M, K, SPEC, EVEN)
 
 
 @jit
-def emit_rest(memory, m0, k0, col, tensor, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
+def emit_rest(memory, m0, k0, col, scale, epsilon, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """The colwise side of `emit` for a tile that waits in shared memory."""
     if SPEC[1] != 0:
         emit_columns(memory, m0, k0, col, m0 // SPEC[1], epsilon, M, M, K, SPEC, EVEN)
     else:
-        scale, stored = tensor_scale(tensor[0], tensor[1], epsilon, SPEC)
-        if m0 + k0 == 0:
-            gl.store(col[1], stored)
         x = memory.load(column_layout(memory.shape[0], memory.shape[1], gl.num_warps(), False))
         store_columns(col[0], to_f32(x) * scale, m0, k0, M, M, K, SPEC[0], EVEN)

@@ -10,9 +10,8 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
-    larger,
+    farther,
     load_tile,
-    magnitude,
     max_of_all,
     scale_from_amax,
     tile_indices,
@@ -35,7 +34,7 @@ def amax_kernel(x_ptr, partial_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         m0, k0 = tile_origin(t, K, BLOCK_M, BLOCK_K)
         x = load_tile(x_ptr, m0 + rows, k0 + cols, M, K, stride_m, stride_k, EVEN)
-        acc = larger(acc, magnitude(x))
+        acc = farther(acc, x)
     gl.store(partial_ptr + gl.program_id(0), max_of_all(acc))
 
 

@@ -10,11 +10,10 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from .quantize_device import (
+    amax_of_columns,
+    amax_of_rows,
     layout_of,
     load_tile,
-    magnitude,
-    max_of_columns,
-    max_of_rows,
     tile_indices,
     tile_layout,
     tile_mask,
@@ -77,13 +76,13 @@ def tile_amax_kernel(x_ptr, row_ptr, col_ptr, square_ptr, M, K, stride_m, stride
     G: gl.constexpr = BLOCK // B
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK, BLOCK)
     rows, cols = tile_indices(m0, k0, BLOCK, BLOCK, tile_layout(BLOCK, BLOCK, R, C, W))
-    x = magnitude(load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, False))
+    x = load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, False)
     if col_ptr is not None:
-        amax = to_f32(max_of_rows(x, R))
+        amax = to_f32(amax_of_rows(x, R))
         amax = gl.max(gl.reshape(amax, (G, B // R, BLOCK)), axis=1)
         store_amax(col_ptr, amax, m0 // B, k0, gl.cdiv(M, B), K, K, 1)
     else:
-        amax = max_of_columns(x, B)
+        amax = amax_of_columns(x, B)
         if row_ptr is not None:
             store_amax(row_ptr, amax, m0, k0 // B, M, gl.cdiv(K, B), 1, M)
         if square_ptr is not None:

@@ -6,10 +6,9 @@ from triton.experimental.gluon import language as gl
 from .quantize_device import (
     decode_scale,
     dequantize_tile,
-    larger,
+    farther,
     load_or_zero,
     load_row_scales,
-    magnitude,
     round_through,
     rounded,
     tile_indices,
@@ -21,7 +20,7 @@ from .quantize_device import (
     to_f32,
     waiting_layout,
 )
-from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise, record_amax
+from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise, record_amax, tensor_scale
 
 
 @jit
@@ -156,14 +155,14 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
-    tensor = (scale_ptr, amax_ptr)
     STEP: gl.constexpr = BLOCK_M if ROWS == 0 else ROWS
-    if ROWS != 0:
+    if ROWS != 0 and col_ptr is not None:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
     L: gl.constexpr = tile_layout(STEP, BLOCK_K, R, C, W)
     if record_ptr is not None:
         largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
+    scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
     for i in gl.static_range(0, BLOCK_M, STEP):
         halves = coming
         if i + STEP < BLOCK_M:  # on their way while these rows are worked on
@@ -171,16 +170,73 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
         y = swiglu_part(halves, weights_ptr, y_ptr, keep, keep_epsilon, t0 + i, f0, T, F, X_FORM, KEEP_SPEC, EVEN,
                         STEP, BLOCK_K, L)
         if record_ptr is not None:
-            largest = larger(largest, magnitude(y))
+            largest = farther(largest, y)
         if ROWS == 0:
-            emit(y, t0, f0, row, col, tensor, epsilon, T, F, SPEC, EVEN)
+            emit(y, t0, f0, row, col, scale, epsilon, T, F, SPEC, EVEN)
         else:
-            emit_part(y, t0 + i, f0, row, tensor, epsilon, T, F, SPEC, EVEN)
-            ys.slice(i, ROWS).store(y)
+            emit_part(y, t0 + i, f0, row, scale, epsilon, T, F, SPEC, EVEN)
+            if col_ptr is not None:
+                ys.slice(i, ROWS).store(y)
     if ROWS != 0 and col_ptr is not None:
-        emit_rest(ys, t0, f0, col, tensor, epsilon, T, F, SPEC, EVEN)
+        emit_rest(ys, t0, f0, col, scale, epsilon, T, F, SPEC, EVEN)
     if record_ptr is not None:
         record_amax(record_ptr, largest)
+
+
+@jit
+def swiglu_amax_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, record_ptr, T, F,
+                       X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr,
+                       BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+                       W: gl.constexpr):
+    """The first pass under current scaling: amax of SwiGLU's output, a walk over tiles."""
+    dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
+    X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
+    KEEP: gl.constexpr = (448.0, 0, 0)
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
+    largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
+    tiles = gl.cdiv(T, BLOCK_M) * gl.cdiv(F, BLOCK_K)
+    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        halves = coming
+        t0, f0 = tile_origin(tile, F, BLOCK_M, BLOCK_K)
+        t1, f1 = tile_origin(gl.minimum(tile + gl.num_programs(0), tiles - 1), F, BLOCK_M, BLOCK_K)
+        coming = load_halves(source, t1, f1, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
+        y = swiglu_part(halves, weights_ptr, None, (None, None, None, 0), 0.0, t0, f0, T, F, X_FORM, KEEP, EVEN,
+                        BLOCK_M, BLOCK_K, L)
+        largest = farther(largest, y)
+    record_amax(record_ptr, largest)
+
+
+@jit
+def swiglu_grad_amax_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr,
+                            record_ptr, T, F, stride_dy, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr,
+                            DTYPE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
+                            R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """The same of the gradient: amax of d(fc1 output)."""
+    dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
+    X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
+    L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
+    source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
+    largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
+    tiles = gl.cdiv(T, BLOCK_M) * gl.cdiv(F, BLOCK_K)
+    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
+    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        halves = coming
+        dy = to_f32(coming_dy)
+        rows, _ = tile_indices(tile_origin(tile, F, BLOCK_M, BLOCK_K)[0], 0, BLOCK_M, BLOCK_K, L)
+        t1, f1 = tile_origin(gl.minimum(tile + gl.num_programs(0), tiles - 1), F, BLOCK_M, BLOCK_K)
+        coming = load_halves(source, t1, f1, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
+        coming_dy = load_part(dy_ptr, t1, f1, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
+        if weights_ptr is not None:
+            dy *= load_or_zero(weights_ptr + rows, rows < T, EVEN)[:, None]
+        gate = decode_half(halves[0], halves[1], X_FORM)
+        d_gate, d_up, _ = swiglu_grad(dy, gate, decode_half(halves[2], halves[3], X_FORM))
+        largest = farther(largest, farther(round_through(d_gate, dtype), round_through(d_up, dtype)))
+    record_amax(record_ptr, largest)
 
 
 @jit
@@ -202,7 +258,7 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
-    tensor = (scale_ptr, amax_ptr)
+    y_col = (y_col_ptr, y_col_scale_ptr, None, y_scale_ld)
     source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
     X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     if col_ptr is not None:
@@ -212,6 +268,7 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
     coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
+    scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
     if record_ptr is not None:
         largest = gl.zeros((ROWS, BLOCK_K), rounded(dtype), layout=L)
     for i in gl.static_range(0, BLOCK_M, ROWS):
@@ -238,9 +295,9 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         d_gate = round_through(d_gate, dtype)
         d_up = round_through(d_up, dtype)
         if record_ptr is not None:
-            largest = larger(largest, larger(magnitude(d_gate), magnitude(d_up)))
-        emit_part(d_gate, t0 + i, f0, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
-        emit_part(d_up, t0 + i, f0 + F, row, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+            largest = farther(largest, farther(d_gate, d_up))
+        emit_part(d_gate, t0 + i, f0, row, scale, epsilon, T, 2 * F, SPEC, EVEN)
+        emit_part(d_up, t0 + i, f0 + F, row, scale, epsilon, T, 2 * F, SPEC, EVEN)
         if col_ptr is not None:
             d_gates.slice(i, ROWS).store(d_gate)
             d_ups.slice(i, ROWS).store(d_up)
@@ -249,8 +306,8 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     if record_ptr is not None:
         record_amax(record_ptr, largest)
     if y_col_ptr is not None:
-        emit_rest(ys, t0, f0, (y_col_ptr, y_col_scale_ptr, None, y_scale_ld), (y_scale_ptr, y_amax_ptr),
-                  y_epsilon, T, F, Y_SPEC, EVEN)
+        y_scale = tensor_scale(y_scale_ptr, y_amax_ptr, y_epsilon, y_col, y_col, t0 + f0 == 0, Y_SPEC)
+        emit_rest(ys, t0, f0, y_col, y_scale, y_epsilon, T, F, Y_SPEC, EVEN)
     if col_ptr is not None:
-        emit_rest(d_gates, t0, f0, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)
-        emit_rest(d_ups, t0, f0 + F, col, tensor, epsilon, T, 2 * F, SPEC, EVEN)
+        emit_rest(d_gates, t0, f0, col, scale, epsilon, T, 2 * F, SPEC, EVEN)
+        emit_rest(d_ups, t0, f0 + F, col, scale, epsilon, T, 2 * F, SPEC, EVEN)

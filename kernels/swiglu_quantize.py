@@ -16,7 +16,7 @@ from torch import Tensor
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
-from .swiglu_kernels import swiglu_grad_kernel, swiglu_kernel
+from .swiglu_kernels import swiglu_amax_kernel, swiglu_grad_amax_kernel, swiglu_grad_kernel, swiglu_kernel
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -62,7 +62,7 @@ def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = 
     row, col = allocate_pair(T, F, spec, gated.data.device, rowwise, colwise)
     scaling = TensorScaling.of(spec, amax, scale, amax_out, gated.data.device)
     if scaling.measures and (row or col):
-        _swiglu(gated, weights, None, None, None, spec, scaling.first_pass())
+        _swiglu_amax(gated, weights, scaling.record)
         scaling = scaling.second_pass()
     keep = None
     if x_spec is not None:
@@ -76,7 +76,7 @@ def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: tor
     """FP32 [1]: amax of SwiGLU's output, for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_amax", x, dtype)
     amax = torch.zeros(1, dtype=torch.float32, device=gated.data.device)
-    _swiglu(gated, weights, None, None, None, None, TensorScaling(record=amax))
+    _swiglu_amax(gated, weights, amax)
     return amax
 
 
@@ -102,7 +102,7 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor | Stored, spec: Spec, *, weights:
     y_col = allocate_pair(T, F, y_spec, device, False, True)[1] if y_spec is not None else None
     scaling = TensorScaling.of(spec, amax, scale, amax_out, device)
     if scaling.measures and (row or col):
-        _swiglu_grad(gated, dy, weights, None, None, None, None, None, spec, scaling.first_pass())
+        _swiglu_grad_amax(gated, dy, weights, scaling.record)
         scaling = scaling.second_pass()
     y_scaling = TensorScaling.of(y_spec, y_amax, y_scale, None, device) if y_spec is not None else TensorScaling()
     dweights = _swiglu_grad(gated, dy, weights, dx, row, col, y_spec, y_col, spec, scaling, y_scaling)
@@ -116,7 +116,7 @@ def swiglu_grad_amax(dy: Tensor, x: Tensor | Stored, *, weights: Tensor | None =
     gated = _Gated.of("swiglu_grad_amax", x, dy.dtype)
     _check_grad(gated, dy, None, None, None)
     amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
-    _swiglu_grad(gated, dy, weights, None, None, None, None, None, None, TensorScaling(record=amax))
+    _swiglu_grad_amax(gated, dy, weights, amax)
     return amax
 
 
@@ -158,10 +158,29 @@ class _Gated(NamedTuple):
         return {"X_BLOCK": block, "X_ALIGNED": block == 0 or self.features % block == 0, "DTYPE": names[self.dtype]}
 
 
+def _swiglu_amax(gated: _Gated, weights: Tensor | None, record: Tensor) -> None:
+    T, F = gated.tokens, gated.features
+    config = chosen("swiglu amax")
+    if T and F:
+        swiglu_amax_kernel[config.grid(T, F, gated.data.device)](
+            *gated.arguments(), weights, record, T, F, EVEN=config.even(T, F), **gated.options(), **config.options())
+
+
+def _swiglu_grad_amax(gated: _Gated, dy: Tensor, weights: Tensor | None, record: Tensor) -> None:
+    T, F = gated.tokens, gated.features
+    config = chosen("swiglu gradient amax")
+    if T and F:
+        swiglu_grad_amax_kernel[config.grid(T, F, dy.device)](
+            dy, *gated.arguments(), weights, record, T, F, dy.stride(0), EVEN=config.even(T, F), **gated.options(),
+            **config.options())
+
+
 def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored | None, col: Stored | None,
             spec: Spec | None, scaling: TensorScaling, keep: Stored | None = None, x_spec: Spec | None = None) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu rows" if not col else "swiglu both" if row else "swiglu columns")
+    if not col and (keep is not None or spec.tile.kind == "tensor" or not config.even(T, F)):
+        config = chosen("swiglu rows, plain")
     if T and F:
         swiglu_kernel[config.grid(T, F, gated.data.device)](
             *gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
@@ -175,8 +194,10 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
                  scaling: TensorScaling, y_scaling: TensorScaling = UNSCALED) -> Tensor | None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu gradient, y" if y_col and dx is None else "swiglu gradient")
+    if y_col and dx is None and spec.tile.kind == "tensor" and config.even(T, F):
+        config = chosen("swiglu gradient, y, tensor")
     partials = None
-    if weights is not None and not (dx is row is col is y_col is None):
+    if weights is not None:
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
     if T and F:
         swiglu_grad_kernel[config.grid(T, F, dy.device)](

@@ -183,7 +183,7 @@ def _producers(M: int, K: int) -> Iterator[Case]:
     yield Case("SwiGLU row+column, row weights", "swiglu", 4, 2, swiglu(BLOCKWISE, True, weights=topk), "swiglu both")
     yield Case("SwiGLU tensorwise row+column, current scaling", "swiglu", 8, 2, swiglu(TENSORWISE, True), "swiglu both")
     keeping = swiglu(BLOCKWISE, False, x_spec=BLOCKWISE)
-    yield Case("SwiGLU row, fc1's output as bytes", "swiglu", 4, 3, keeping, "swiglu rows")
+    yield Case("SwiGLU row, fc1's output as bytes", "swiglu", 4, 3, keeping, "swiglu rows, plain")
     full, tensor = {"y_spec": BLOCKWISE}, {"y_spec": TENSORWISE, "y_scale": scale}
     yield Case("SwiGLU gradient, y column", "swiglu", 6, 5, gradient(gated, BLOCKWISE, **full), "swiglu gradient, y")
     yield Case("SwiGLU gradient", "swiglu", 6, 4, gradient(gated, BLOCKWISE), "swiglu gradient")
@@ -191,8 +191,11 @@ def _producers(M: int, K: int) -> Iterator[Case]:
     yield Case("SwiGLU gradient, y column, row weights", "swiglu", 6, 5, weighted, "swiglu gradient, y")
     of_bytes = gradient(kept, BLOCKWISE, **full)
     yield Case("SwiGLU gradient, y column, fc1's output in FP8", "swiglu", 4, 5, of_bytes, "swiglu gradient, y")
+    current = gradient(gated, GRADIENT, **tensor)
+    yield Case("SwiGLU gradient tensorwise, y column", "swiglu", 12, 5, current, "swiglu gradient, y, tensor")
     given = gradient(gated, GRADIENT, scale=scale, amax_out=history, **tensor)
-    yield Case("SwiGLU gradient tensorwise, y column, delayed scaling", "swiglu", 6, 5, given, "swiglu gradient, y")
+    entry = "swiglu gradient, y, tensor"
+    yield Case("SwiGLU gradient tensorwise, y column, delayed scaling", "swiglu", 6, 5, given, entry)
 
 
 def torch_blockwise(x: Tensor) -> tuple[Tensor, Tensor]:

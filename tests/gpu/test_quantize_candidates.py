@@ -57,10 +57,21 @@ def norm(rowwise: bool, colwise: bool):
     return run
 
 
-def swiglu(rowwise: bool, colwise: bool):
+def swiglu(rowwise: bool, colwise: bool, spec: str = "blockwise"):
     return lambda shape: swiglu_quantize.swiglu_quantize(
-        gates(*shape).to(DEVICE), SPECS["blockwise"], rowwise=rowwise, colwise=colwise
+        gates(*shape).to(DEVICE), SPECS[spec], rowwise=rowwise, colwise=colwise
     )[:2]
+
+
+def first_pass(of_gradient: bool):
+    def run(shape):
+        x = gates(*shape).to(DEVICE)
+        amax = swiglu_quantize.swiglu_amax(x)
+        if of_gradient:
+            amax = swiglu_quantize.swiglu_grad_amax(normal(*shape).to(DEVICE), x)
+        return (amax, amax), None
+
+    return run
 
 
 def gradient(with_y: bool):
@@ -78,6 +89,19 @@ def gradient(with_y: bool):
         return made.y_colwise, None
 
     return run
+
+
+def tensor_gradient(shape):
+    shape = shape[0], 256
+    made = swiglu_quantize.swiglu_grad_quantize(
+        normal(*shape).to(DEVICE),
+        gates(*shape).to(DEVICE),
+        SPECS["tensorwise_e5m2"],
+        y_spec=SPECS["tensorwise"],
+        y_scale=torch.full((1,), 3.0, device=DEVICE),
+    )
+    assert_same(made.colwise, tuple(t.cpu() for t in (made.rowwise[0].t(), made.rowwise[1])))
+    return made.rowwise, made.y_colwise
 
 
 CALLS = {
@@ -101,10 +125,14 @@ CALLS = {
     "norm both": norm(True, True),
     "norm columns": norm(False, True),
     "swiglu rows": swiglu(True, False),
+    "swiglu rows, plain": swiglu(True, False, "tensorwise"),
     "swiglu columns": swiglu(False, True),
     "swiglu both": swiglu(True, True),
+    "swiglu amax": first_pass(False),
+    "swiglu gradient amax": first_pass(True),
     "swiglu gradient": gradient(False),
     "swiglu gradient, y": gradient(True),
+    "swiglu gradient, y, tensor": tensor_gradient,
 }
 CANDIDATES = [(name, i) for name, configs in quantize_configs.CONFIGS.items() for i in range(1, len(configs))]
 

@@ -68,6 +68,18 @@ def test_norm_with_a_given_scale_raises_the_history():
         norm_quantize.norm_columns_quantize(x, weight, made.rstd, spec)
 
 
+@pytest.mark.parametrize("row", [0, -1])
+def test_first_passes_walk_over_all_tiles(row):
+    """More tiles than programs; the largest value is in the first row, or in the last."""
+    shape = (50, 304) if EMULATING else (2100, 1304)
+    x, dy = gates(*shape).to(DEVICE), normal(*shape).to(DEVICE)
+    x[row] *= 8
+    y = swiglu_quantize.swiglu_quantize(x, SPECS["blockwise"], high_precision=True).y
+    assert swiglu_quantize.swiglu_amax(x).item() == amax_of(y) == amax_of(y[row])
+    dx = swiglu_quantize.swiglu_grad_quantize(dy, x, SPECS["blockwise"], high_precision=True).dx
+    assert swiglu_quantize.swiglu_grad_amax(dy, x).item() == amax_of(dx) == amax_of(dx[row])
+
+
 @pytest.mark.parametrize("name", [*TENSORS, "blockwise", "mxfp8"])
 @pytest.mark.parametrize("shape", SWIGLU_SHAPES, ids=str)
 def test_swiglu_with_row_weights(shape, name):

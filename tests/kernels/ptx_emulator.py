@@ -341,7 +341,11 @@ class Programs:
                 if name == "abs":  # NaN's bits too lose only their sign
                     self.write(operands[0], self.value(operands[1]) & np.uint32(0x7FFF7FFF))
                     return
+                if "xorsign" in parts:  # the larger magnitude, under the product of the signs
+                    sign = np.signbit(values[0]) ^ np.signbit(values[1])
+                    values = [np.abs(value) for value in values]
                 result = FLOATS[name](*values).astype(BF16)
+                result = np.where(sign, -result, result).astype(BF16) if "xorsign" in parts else result
                 result = np.where(np.isnan(result), np.uint16(0x7FFF), result.view(np.uint16)).view(f"uint{bits}")
             else:
                 values = [self.single(o) for o in operands[1:]]

@@ -14,6 +14,7 @@ BLOCKWISE_FP32 = OperandSpec(E5M2, Tile("1d", 128), Scale.FP32)
 MXFP8 = OperandSpec(E4M3, Tile("1d", 32), Scale.E8M0)
 SQUARES = OperandSpec(E4M3, Tile("2d", 128), Scale.POW2)
 SQUARES_32 = OperandSpec(E4M3, Tile("2d", 32), Scale.E8M0)
+GRADIENT = OperandSpec(E5M2, Tile("tensor"), Scale.FP32)
 TENSORWISE = OperandSpec(E4M3, Tile("tensor"), Scale.FP32)
 
 X = torch.empty(256, 1024, dtype=torch.bfloat16)
@@ -55,10 +56,16 @@ LAUNCHES = {
     "norm both": lambda: norm_quantize.rms_norm_quantize(HIDDEN, WEIGHT, BLOCKWISE, colwise=True),
     "norm columns": lambda: norm_quantize.norm_columns_quantize(HIDDEN, WEIGHT, torch.ones(128), BLOCKWISE),
     "swiglu rows": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE),
+    "swiglu rows, plain": lambda: swiglu_quantize.swiglu_quantize(X, TENSORWISE),
     "swiglu columns": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, rowwise=False, colwise=True),
     "swiglu both": lambda: swiglu_quantize.swiglu_quantize(X, BLOCKWISE, colwise=True),
+    "swiglu amax": lambda: swiglu_quantize.swiglu_amax(X),
+    "swiglu gradient amax": lambda: swiglu_quantize.swiglu_grad_amax(X[:, :512], X),
     "swiglu gradient": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE),
     "swiglu gradient, y": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE),
+    "swiglu gradient, y, tensor": lambda: swiglu_quantize.swiglu_grad_quantize(
+        X[:, :512], X, GRADIENT, y_spec=TENSORWISE, y_scale=ONE
+    ),
     "swiglu gradient kept": lambda: swiglu_quantize.swiglu_grad_quantize(
         X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE, high_precision=True
     ),
@@ -94,6 +101,7 @@ QUICK = {
     "transpose",
     "norm both",
     "swiglu both",
+    "swiglu gradient, y, tensor",
     "swiglu gradient kept",
 }
 

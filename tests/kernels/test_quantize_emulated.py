@@ -109,6 +109,7 @@ def test_rows_by_index_and_columns_derived_from_rows():
 def test_producers_under_tensor_tiles():
     test_quantize_producers.test_norm_under_tensor_tiles((12, 256), "tensorwise")
     test_quantize_producers.test_swiglu_with_row_weights((20, 128), "tensorwise_e5m2")
+    test_quantize_producers.test_first_passes_walk_over_all_tiles(-1)
 
 
 @pytest.mark.slow
