@@ -60,7 +60,8 @@ class Want:
         """The same, with a place for the value's amax if somebody needs it."""
         if not self.keeps_amax and self.record is None:
             return self
-        place = torch.zeros(1, dtype=torch.float32, device=device)
+        make = torch.empty if self.scale is None else torch.zeros  # with a scale the place is only ever raised
+        place = make(1, dtype=torch.float32, device=device)
         return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record)
 
     def measured(self) -> None:
