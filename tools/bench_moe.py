@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_timing import between, kernels, mark, milliseconds
+from bench_timing import between, kernels, mark, milliseconds, wait
 from torch import Tensor
 
 from megafp8.config.model import ModelConfig
@@ -182,19 +182,19 @@ class Bench:
         return held + (self.x.nbytes if self.keeps_rows else 0)
 
     def times(self, repeats: int) -> tuple[float, float]:
-        """Median ms of forward and backward, and of forward."""
-        both, forward = [], []
+        """Median ms of forward and backward, and of forward: run after run, in a queue that is never empty."""
+        marks = []
         for _ in range(repeats):
-            marks = [mark(self.device)]
+            start = mark(self.device)
             y = self.forward(fresh=self.fresh)
-            marks.append(mark(self.device))
+            middle = mark(self.device)
             y.backward(self.dy)
-            marks.append(mark(self.device))
+            marks.append((start, middle, mark(self.device)))
             self.x.grad = self.weights.grad = None
             del y
-            both.append(between(marks[0], marks[2]))
-            forward.append(between(marks[0], marks[1]))
-        return statistics.median(both), statistics.median(forward)
+        wait(self.device)
+        both = statistics.median(between(start, end) for start, _, end in marks)
+        return both, statistics.median(between(start, middle) for start, middle, _ in marks)
 
     def parts(self) -> dict[str, float]:
         return parts(self.run, self.device)

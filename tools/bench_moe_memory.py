@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from bench_timing import timed
+from bench_timing import between, mark
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
@@ -266,7 +266,7 @@ class Bench:
 
     def experts_times(self, repeats: int) -> list[float]:
         """ms of the experts alone, from their rows to the gradients of those."""
-        seen, times = [], []
+        seen, marks = [], []
         hook = self.layer.experts.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         self.layer(self.x, self.sequences, self.step)
         hook.remove()
@@ -275,17 +275,19 @@ class Bench:
             parts = {name: part.detach().requires_grad_() if getattr(part, "requires_grad", False) else part
                      for name, part in parts.items()}  # fmt: skip
             rows = replace(seen[0], **parts)
-            with timed(self.device, times):
-                y = self.layer.experts(rows, self.step)
-                y.backward(y.detach())
-        return times
+            start = mark(self.device)
+            y = self.layer.experts(rows, self.step)
+            y.backward(y.detach())
+            marks.append((start, mark(self.device)))
+        return [between(*pair) for pair in marks]
 
     def layer_times(self, repeats: int) -> list[float]:
-        times = []
+        marks = []
         for _ in range(repeats):
-            with timed(self.device, times):
-                self.run_layer()
-        return times
+            start = mark(self.device)
+            self.run_layer()
+            marks.append((start, mark(self.device)))
+        return [between(*pair) for pair in marks]
 
 
 def measure(name: str, variant: str, tokens: int, ep: int | None, repeats: int, device: torch.device) -> Result:
