@@ -37,7 +37,7 @@ RUNS = {
     "lengths": (*LAYERS, *TRIO, *SHORT, "--seq-lengths", "2048", "32768", "--flags", "--num-layers 3"),
     "crossover": ("--rounds", "3", "--crossover-hidden", "1024", "2048", "4096",
                   "--crossover-tokens", "2048", "8192", "32768"),
-    "base": (*LAYERS, "bf16", "--rounds", "5"),  # compiled, and beside a plain module
+    "base": (*LAYERS, "bf16", "--flags", "--num-layers 3"),  # compiled, and beside a plain module
     "host": (*STEP, *TRIO[:2], "--microbatches", "16", "--rounds", "1", "--warmup", "2", "--profiled", "0",
              "--host-profile", "45", "--flags", SMALL_MODEL),
     "microbatches": (*STEP, *TRIO[:2], "--microbatches", "1", "4", "64", "--rounds", "2", "--warmup", "1",
