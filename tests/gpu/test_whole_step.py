@@ -78,7 +78,7 @@ def test_no_part_of_a_step_waits(case):
     assert losses[-1] < losses[0]
 
 
-def test_no_part_of_the_training_loop_waits(capsys):
+def test_no_part_of_the_training_loop_waits():
     config = with_vocab_size(build_config(env={}, **MODEL | {"num_workers": 0}), 1024)
     trainer = Trainer(build_parts(config, ParallelContext(), torch.device("cuda")))
     batches = trainer._training_batches()
