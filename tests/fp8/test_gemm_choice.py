@@ -58,6 +58,17 @@ def test_auto_goes_by_the_nearest_measured_weight(device, monkeypatch):
     gemm_speed.fastest.cache_clear()
 
 
+@pytest.mark.parametrize(("triton", "expected"), [(1009, "cublaslt"), (1011, "triton"), (900, "cublaslt")])
+def test_auto_takes_cublaslt_in_a_tie(triton, expected, device, monkeypatch):
+    row = [4096, 64, 128, {"triton": triton, "cublaslt": 1000}]
+    monkeypatch.setattr(gemm_speed, "table", lambda: {"H": {"1d2d": [row]}})
+    gemm_speed.fastest.cache_clear()
+    device(HOPPER)
+    x, w = operands("blockwise")
+    assert choice(x.rowwise, w.rowwise) == expected
+    gemm_speed.fastest.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("capability", "recipe", "expected"),
     [
