@@ -60,7 +60,7 @@ def test_a_long_tensor_of_heads():
     """More than 2^31 elements: offsets are 64 bits wide."""
     tokens, d = 54_000, 128
     qkv = torch.zeros(tokens, 320 * d, dtype=torch.bfloat16, device=CUDA)
-    qkv[-1] = normal(320 * d).to(CUDA)
+    qkv[-1:] = normal(1, 320 * d).to(CUDA)
     turn = tuple(torch.full((tokens, d // 2), angle, device=CUDA) for angle in (0.6, 0.8))
     weights = torch.ones(d, device=CUDA, dtype=torch.bfloat16), torch.ones(d, device=CUDA, dtype=torch.bfloat16)
     kernels = heads._kernels().head_norm
