@@ -21,7 +21,8 @@ _BLOCK = 4096
 
 
 @triton.jit
-def loss_rows_kernel(logits, top, total, columns, stride, BLOCK: tl.constexpr):
+def loss_rows_kernel(logits, labels, top, total, picked, columns, stride, BLOCK: tl.constexpr):
+    """labels may be None; then nothing is picked."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     logits += row * stride
@@ -37,12 +38,17 @@ def loss_rows_kernel(logits, top, total, columns, stride, BLOCK: tl.constexpr):
         sums += tl.exp(x - base)
     tl.store(top + row, most)
     tl.store(total + row, tl.sum(sums, 0))
+    if labels is not None:
+        label = tl.load(labels + row)
+        here = (label >= 0) & (label < columns)
+        x = tl.load(logits + label, mask=here, other=0.0).to(tl.float32)
+        tl.store(picked + row, tl.where(here, x - most, 0.0))
 
 
 @triton.jit
-def loss_grad_kernel(logits, grad, target, here, top, log_sum, weight, columns, width, stride, grad_stride, smoothing,
+def loss_grad_kernel(logits, grad, labels, top, log_sum, weight, first, columns, width, stride, grad_stride, smoothing,
                      uniform, z, BLOCK: tl.constexpr):  # fmt: skip
-    """uniform: e / K; width: of a row of `grad`, padding included."""
+    """uniform: e / K; width: of a row of `grad`, padding included; first: the label of the first column."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +56,7 @@ def loss_grad_kernel(logits, grad, target, here, top, log_sum, weight, columns, 
     most, log_total = tl.load(top + row), tl.load(log_sum + row)
     x = tl.load(logits + row * stride + cols, mask=live, other=0.0).to(tl.float32)
     p = tl.exp((x - most) - log_total) * (1 + 2 * z * (most + log_total)) - uniform
-    hit = (cols == tl.load(target + row)) & tl.load(here + row)
+    hit = cols == tl.load(labels + row) - first
     p = (p + tl.where(hit, smoothing - 1.0, 0.0)) * tl.load(weight + row)
     p = tl.where(live, p, 0.0)
     tl.store(grad + row * grad_stride + cols, p.to(grad.dtype.element_ty), mask=cols < width)
@@ -66,41 +72,48 @@ def loss_grad_scale_kernel(x, factor, count, BLOCK: tl.constexpr):
             tl.store(x + at, product.to(x.dtype.element_ty), mask=at < count)
 
 
-def loss_rows(logits: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(top, total), FP32 [T], of the first `columns` logits of each row; -inf and 0 for none."""
+def loss_rows(logits: Tensor, columns: int, labels: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(top, total), FP32 [T], of the first `columns` logits of each row; -inf and 0 for none.
+
+    labels: int64 [T]; with them also x_t - top, FP32 [T], of each row's label, 0 where it is not among the columns.
+    """
     rows = logits.shape[0]
     top, total = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    picked = None if labels is None else torch.empty_like(top)
     if not columns:
-        return top.fill_(float("-inf")), total.zero_()
+        return top.fill_(float("-inf")), total.zero_(), picked if picked is None else picked.zero_()
     if rows:
-        loss_rows_kernel[(rows,)](logits, top, total, columns, logits.stride(0), BLOCK=_BLOCK, num_warps=8)
-    return top, total
+        labels = None if labels is None else labels.contiguous()
+        loss_rows_kernel[(rows,)](logits, labels, top, total, picked, columns, logits.stride(0), BLOCK=_BLOCK,
+                                  num_warps=8)  # fmt: skip
+    return top, total, picked
 
 
 def loss_grad(
     logits: Tensor,
     grad: Tensor,
-    target: Tensor,
-    here: Tensor,
+    labels: Tensor,
     top: Tensor,
     log_sum: Tensor,
     weight: Tensor,
     columns: int,
     *,
+    first: int,
     smoothing: float,
     vocab_size: int,
     z: float,
 ) -> None:
     """Writes the gradient into `grad`, which may be `logits`.
 
-    target: int64 [T], column of each row's label; here: bool [T], whether it is among these columns. top, log_sum,
-    weight: FP32 [T], weight of any stride. vocab_size: K.
+    labels: int64 [T], of which `first` is that of the first column. top, log_sum, weight: FP32 [T], weight of any
+    stride. vocab_size: K.
     """
     rows, width = grad.shape
     if rows and width:
         loss_grad_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-            logits, grad, target, here, top, log_sum, weight.contiguous(), columns, width, logits.stride(0),
-            grad.stride(0), smoothing, smoothing / vocab_size, z, BLOCK=_BLOCK, num_warps=8)  # fmt: skip
+            logits, grad, labels.contiguous(), top, log_sum, weight.contiguous(), first, columns, width,
+            logits.stride(0), grad.stride(0), smoothing, smoothing / vocab_size, z, BLOCK=_BLOCK,
+            num_warps=8)  # fmt: skip
 
 
 def scale(x: Tensor, factor: Tensor) -> None:

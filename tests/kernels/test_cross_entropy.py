@@ -42,11 +42,35 @@ def test_loss_and_gradient(dtype, smoothing, z, monkeypatch):
     assert place.grad[TOKENS, :VOCAB].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alone_and_among_ranks_the_same_bits(dtype, monkeypatch):
+    """One rank's kernel gives what several ranks' operations do; labels of other ranks pick and subtract nothing."""
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels = torch.tensor([7, 45, 31, 32])  # of columns 7 to 38
+    monkeypatch.setattr(cross_entropy, "_kernels_for", lambda logits: kernels)
+    with testing.emulated_launches():
+        top, total, picked = kernels.loss_rows(logits, 32, labels - 7)
+        alone = kernels.loss_rows(logits, 32)
+        grads = [torch.zeros(4, 40) for _ in range(2)]
+        rest = (top, total.log(), torch.ones(4), 32)
+        options = {"smoothing": 0.0, "vocab_size": 99, "z": 0.0}
+        kernels.loss_grad(logits, grads[0], labels, *rest, first=7, **options)
+        kernels.loss_grad(logits, grads[1], torch.full((4,), -1), *rest, first=7, **options)
+    assert torch.equal(top, alone[0])
+    assert torch.equal(total, alone[1])
+    here = torch.tensor([True, False, True, True])
+    column = (labels - 7).clamp(max=31)
+    assert torch.equal(picked, (logits.gather(1, column[:, None])[:, 0].float() - top).masked_fill(~here, 0.0))
+    expected = torch.zeros(4, 40)
+    expected[here, column[here]] = -1.0
+    torch.testing.assert_close(grads[0] - grads[1], expected, rtol=0, atol=1e-6)
+
+
 def test_a_rank_that_adds_nothing():
     """It has no columns, or nothing but -inf: no NaN reaches the sum over the ranks."""
     with testing.emulated_launches():
         for found in (kernels.loss_rows(torch.empty(2, 16), 0), kernels.loss_rows(torch.full((2, 16), -torch.inf), 9)):
-            assert [part.tolist() for part in found] == [[-torch.inf] * 2, [0, 0]]
+            assert [part.tolist() for part in found[:2]] == [[-torch.inf] * 2, [0, 0]]
     assert cross_entropy._kernels_for(torch.empty(2, 16)) is None  # on a CPU
 
 
@@ -70,12 +94,11 @@ def test_compiled_for_hopper():
     logits, numbers = torch.empty(4, 128256, dtype=torch.bfloat16), torch.empty(4)
     with testing.captured_launches() as launches:
         kernels.loss_rows(logits, 128256)
-        here = torch.ones(4, dtype=torch.bool)
-        kernels.loss_grad(
-            logits, logits, here.long(), here, *(numbers,) * 3, 128256, smoothing=0.0, vocab_size=9, z=0.0
-        )
+        labels = torch.ones(4, dtype=torch.int64)
+        kernels.loss_rows(logits, 128256, labels)
+        kernels.loss_grad(logits, logits, labels, *(numbers,) * 3, 128256, first=0, smoothing=0.0, vocab_size=9, z=0.0)
         kernels.scale(logits, numbers[:1])
-    names = ["loss_rows_kernel", "loss_grad_kernel", "loss_grad_scale_kernel"]
+    names = ["loss_rows_kernel", "loss_rows_kernel", "loss_grad_kernel", "loss_grad_scale_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))

@@ -64,32 +64,49 @@ class _Loss:
         """How many of this rank's columns belong to the logical vocabulary."""
         return min(max(self.vocab_size - self.tp.rank * logits.shape[1], 0), logits.shape[1])
 
-    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """FP32 [T], and what the gradient needs besides the logits: target, here, top, log_sum."""
-        smoothing, tp, columns = self.smoothing, self.tp, self._columns(logits)
-        target, here = _local_targets(labels, tp.rank * logits.shape[1], columns)
+    def _first(self, logits: Tensor) -> int:
+        """The label of this rank's first column."""
+        return self.tp.rank * logits.shape[1]
+
+    def _rows(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row the largest logit, the log of the sum of exp(logit - largest), and the label's logit - largest,
+        over all ranks, FP32 [T]."""
+        tp, columns = self.tp, self._columns(logits)
+        kernels = _kernels_for(logits) if tp.size == 1 else None
+        if kernels is not None:
+            top, total, picked = kernels.loss_rows(logits, columns, labels)
+            return top, total.log_(), picked
         top, log_sum = _log_sum_exp(logits, columns, tp)
         picked = torch.zeros_like(top)
         if columns:
+            target, here = _local_targets(labels, self._first(logits), columns)
             picked = logits.gather(1, target[:, None])[:, 0].float().sub_(top).masked_fill_(~here, 0.0)
-        losses = (1 - smoothing) * (log_sum - tp.sum_(picked))
+        return top, log_sum, tp.sum_(picked)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """FP32 [T], and what the gradient needs besides the logits: labels, top, log_sum."""
+        smoothing, tp, columns = self.smoothing, self.tp, self._columns(logits)
+        top, log_sum, picked = self._rows(logits, labels)
+        losses = log_sum - picked
         if smoothing:
+            losses *= 1 - smoothing
             total = torch.empty_like(top)
             for rows in _chunks(*logits.shape):
                 total[rows] = _shifted(logits[rows, :columns], top[rows]).sum(1)
             losses += smoothing * (log_sum - tp.sum_(total) / self.vocab_size)
         if self.z:
             losses += self.z * (top + log_sum).square()
-        return losses, (target, here, top, log_sum)
+        return losses, (labels, top, log_sum)
 
     def write_gradient(self, logits: Tensor, kept: tuple[Tensor, ...], grad_losses: Tensor, grad: Tensor) -> None:
         """Writes the logits' gradient into `grad`, which may be the logits. grad_losses: FP32 [T]."""
-        columns, (target, here, top, log_sum) = self._columns(logits), kept
+        columns, (labels, top, log_sum), first = self._columns(logits), kept, self._first(logits)
         kernels = _kernels_for(logits)
         if kernels is not None:
-            options = {"smoothing": self.smoothing, "vocab_size": self.vocab_size, "z": self.z}
-            kernels.loss_grad(logits, grad, target, here, top, log_sum, grad_losses, columns, **options)
+            options = {"first": first, "smoothing": self.smoothing, "vocab_size": self.vocab_size, "z": self.z}
+            kernels.loss_grad(logits, grad, labels, top, log_sum, grad_losses, columns, **options)
             return
+        target, here = _local_targets(labels, first, columns)
         grad[:, columns:] = 0
         for rows in _chunks(*logits.shape) if columns else ():
             p = _shifted(logits[rows, :columns], top[rows]).sub_(log_sum[rows, None]).exp_()
@@ -154,7 +171,7 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
     """
     kernels = _kernels_for(logits)
     if kernels is not None:
-        own, total = kernels.loss_rows(logits, columns)
+        own, total, _ = kernels.loss_rows(logits, columns)
         top = tp.max_(own.clone())
         return top, tp.sum_(total.mul_(own.sub_(top).exp_())).log_()
     top = torch.full((logits.shape[0],), -torch.inf, device=logits.device)
