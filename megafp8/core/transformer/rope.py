@@ -90,6 +90,8 @@ def score_scale(model: ModelConfig) -> float:
 def rotation(position_ids: Tensor, frequencies: Tensor, scale: float = 1.0) -> Rotation:
     """Cosines and sines, times `scale`, for positions int64 [T]."""
     angles = position_ids[:, None].float() * frequencies
+    if scale == 1:
+        return angles.cos(), angles.sin()
     return angles.cos() * scale, angles.sin() * scale
 
 
