@@ -18,7 +18,7 @@ from selftest_speed import Speed
 from megafp8.parallel import Axis
 from megafp8.training.build import pick_device
 
-PARTS = ("layouts", "switches", "checkpoint", "collectives", "speed")
+PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
 LIMITS = {"fp32": (1e-6, 1e-6, 1e-6)}
 """Allowed of losses, of the first gradient norm, of the other norms. FP32: numerics.md, over five steps. Other:"""
 LOOSE = (5e-3, 1e-2, 5e-2)
@@ -85,7 +85,7 @@ def check_layouts(runner: Runner, n: int, recipes: list[str]) -> Iterator[Check]
     def compare(recipe: str, model: str, flags: Flags) -> dict:
         return verdict(runner.small(recipe, model, flags), runner.reference(recipe, model), recipe)
 
-    for table, chosen in ((layouts(n), recipes), (rare_layouts(n), [r for r in recipes if r in EXTRA])):
+    for table, chosen in ((rare_layouts(n), [r for r in recipes if r in EXTRA]), (layouts(n), recipes)):
         for name, (model, flags) in table.items():
             for recipe in chosen:
                 yield f"{name} {recipe} = one", partial(compare, recipe, model, flags)
@@ -145,8 +145,8 @@ def every_check(runner: Runner, n: int, parts: list[str], recipes: list[str], el
     """(part, name, check) in order."""
     world = Axis(n, dist.get_rank(), dist.group.WORLD)
     found = {
-        "layouts": lambda: check_layouts(runner, n, recipes),
         "switches": lambda: check_switches(runner, n, recipes),
+        "layouts": lambda: check_layouts(runner, n, recipes),
         "checkpoint": lambda: check_checkpoint(runner, n, recipes),
         "collectives": lambda: collective_checks(world, pick_device(runner.device), elements),
         "speed": lambda: Speed(runner, n).checks(recipes),

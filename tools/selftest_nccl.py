@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORKER = Path(__file__).resolve().parent / "selftest_worker.py"
-PARTS = ("layouts", "switches", "checkpoint", "collectives", "speed")
+PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
 ALONE = ("collectives", "speed")
 RECIPES = ("fp32", "blockwise", "bf16", "delayed", "mxfp8", "tensorwise")
 """In the order in which they are dealt to jobs, forth and back: so jobs have about as much to do."""
@@ -67,6 +67,7 @@ class Job:
 
     def stop(self) -> list[dict]:
         """Ends the job: time is out."""
+        fresh = self._rows() + self._missing("time was out")
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
@@ -74,7 +75,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 self.process.kill()
         self.over = True
-        return self._rows() + self._missing("time was out")
+        return fresh
 
     def _rows(self) -> list[dict]:
         path = self.folder / f"rows_{self.lane}.jsonl"

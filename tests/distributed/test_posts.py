@@ -7,11 +7,15 @@ tests/core/pipeline/test_receives.py; here it is planted in a run's own traces.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from megafp8.core.pipeline.p2p import groups_by_direction
 from megafp8.core.pipeline.receives import one_ahead
+from megafp8.parallel import build_parallel
 from megafp8.training.step import PipelinePlan, evaluate
 from tests.cases import quick
 from tests.core.pipeline.nccl_rules import MismatchError, Post, StuckError, check
@@ -93,6 +97,28 @@ def test_posted_as_on_nccl_a_run_has_the_same_bits(pool, case):
     values, layout = CASES[case]
 
     assert_same_bits(run_layout(pool, values, layout, fault=as_on_nccl), run_layout(pool, values, layout))
+
+
+def groups_made_twice() -> list[tuple]:
+    """(name, ranks) of the groups of a pipeline's messages, made, destroyed and made again."""
+    config = make_config(DEEP, Layout(pp=2, dp=2, chunks=2))
+    axis, found = build_parallel(config, "cpu").pp, []
+    for _ in range(2):
+        groups = groups_by_direction(axis, 2, timedelta(minutes=1))
+        for group in groups.values():
+            found.append((group.group_name, dist.get_process_group_ranks(group)))
+            dist.destroy_process_group(group)
+    return found
+
+
+def test_groups_made_again_are_others(pool):
+    """Of the same name they would meet in the same place, where NCCL's address of the first one still is."""
+    ranks = pool.run_on(4, groups_made_twice)
+    names = [[name for name, _ in found] for found in ranks]
+    assert len(set(names[0])) == 8
+    assert (names[0], names[1]) == (names[2], names[3])
+    assert not set(names[0]) & set(names[1])
+    assert [found[0][1] for found in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def as_on_nccl(stack: ExitStack) -> None:

@@ -143,7 +143,7 @@ def test_a_wrong_number_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "small", lambda *args: [(loss * 1.001, norm) for loss, norm in expected])
     monkeypatch.setattr(runner, "reference", lambda *args: expected)
     name, check = next(selftest_checks.check_layouts(runner, 2, ["fp32"]))
-    assert (name, check()["passed"]) == ("PP2 fp32 = one", False)
+    assert (name, check()["passed"]) == ("PP2 zero-bubble fp32 = one", False)
 
 
 @pytest.mark.slow

@@ -119,8 +119,8 @@ def _guarded(action, message: Message, peer: int, doing: str):
 
 
 def message_groups(axis: Axis, chunks: int, timeout: timedelta) -> dict[tuple[bool, bool], ProcessGroup]:
-    """The groups that `Links` needs beside the axis's own: none on gloo. Every rank of the pipeline calls it, while
-    nothing is on its way."""
+    """The groups that `Links` needs beside the axis's own: none on gloo. Every rank of the job calls it, while nothing
+    is on its way."""
     if axis.size == 1 or dist.get_backend(axis.group) != "nccl":
         return {}
     groups = groups_by_direction(axis, chunks, timeout)
@@ -131,13 +131,20 @@ def message_groups(axis: Axis, chunks: int, timeout: timedelta) -> dict[tuple[bo
 
 
 def groups_by_direction(axis: Axis, chunks: int, timeout: timedelta) -> dict[tuple[bool, bool], ProcessGroup]:
-    """New groups of the axis's ranks: (forward, wraps) -> group, for all that stages of `chunks` a rank send."""
-    ranks = dist.get_process_group_ranks(axis.group)
-    return {
-        (forward, wraps): dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        for forward in (True, False)
-        for wraps in ((False, True) if chunks > 1 else (False,))
-    }
+    """New groups of the axis's ranks: (forward, wraps) -> group, for all that stages of `chunks` a rank send.
+
+    Every rank of the job makes the groups of all pipelines, so that they are numbered alike. Groups named after their
+    ranks, which only those have to make, would have old names when made again, and NCCL find the address of a
+    communicator that is gone.
+    """
+    world = dist.get_world_size()
+    pipelines = world // axis.size  # a pipeline's ranks are that far from each other
+    found = {}
+    for forward in (True, False):
+        for wraps in (False, True) if chunks > 1 else (False,):
+            groups = [dist.new_group(list(range(i, world, pipelines)), timeout=timeout) for i in range(pipelines)]
+            found[forward, wraps] = groups[dist.get_rank() % pipelines]
+    return found
 
 
 def connect(axis: Axis, groups: Mapping[tuple[bool, bool], ProcessGroup], device: torch.device) -> None:
