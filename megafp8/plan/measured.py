@@ -40,8 +40,8 @@ def baseline(device: torch.device) -> int:
     Counts from here are of what comes after.
     """
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated(device)
 
 

@@ -23,6 +23,7 @@ from megafp8.data import build_tokenizer
 from megafp8.lone import Copying, lone_parallel, nothing
 from megafp8.meter import Key, Meter
 from megafp8.plan.communication import means_of_stage
+from megafp8.plan.measured import baseline
 from megafp8.plan.rank_parameters import RankParameter, held_layers, rank_parameters
 from megafp8.training.bare_job import BareJob
 from megafp8.training.build import memory_for, set_determinism
@@ -69,7 +70,7 @@ def measure_one_rank(config: Config, device: torch.device, rank: int, steps: int
     """
     meter = Meter()
     set_determinism(config, device)
-    start = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    start = baseline(device) if device.type == "cuda" else 0
     stages = partial(_stage_says, config, _stage_of(config, rank), _first_expert(config, rank))
     with lone_parallel(config, rank, device.type, meter=meter, stages=stages) as parallel:
         with memory_for(config, device):

@@ -1,6 +1,6 @@
 """The planner's peak against CUDA's allocator, in the third step of two microbatches of a one-GPU job.
 
-Each case runs in a process of its own. The last ones are drawn at random: nobody chose them.
+The last cases are drawn at random: nobody chose them.
 """
 
 import random
@@ -12,7 +12,6 @@ from megafp8.config import Config, build_config, with_vocab_size
 from megafp8.plan.at_peak import peak_lines
 from megafp8.plan.measured import measure, owner_lines, rows, table
 from megafp8.plan.memory import plan_memory
-from tests.gpu.fresh import fresh
 
 DENSE = {
     "num_layers": 2,
@@ -65,7 +64,7 @@ CASES = {
     "moe, blockwise primary, recomputed": MOE | PRIMARY | FULL,
     "moe, one layer of many tokens, blockwise": MOE | FP8 | MANY,
 }  # fmt: skip
-DRAWS = range(1, 5)
+DRAWS = range(1, 9)
 SMALLEST, LARGEST = 2 << 30, 16 << 30
 """Planned bytes of what is drawn."""
 
@@ -114,15 +113,21 @@ CASES |= {f"drawn, {seed}": drawn(seed) for seed in DRAWS}
 def compare(flags: dict) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """Planned and measured bytes by what, and a page that explains a difference."""
     config, device = configured(flags), torch.device("cuda")
-    plan, measured = plan_memory(config, device), measure(config, device, holders=True)
-    found = rows(plan, measured)
-    return found, [*table(found), *owner_lines(plan), *peak_lines(measured.holders)]
+    plan = plan_memory(config, device)
+    found = rows(plan, measure(config, device))
+    page = [*table(found), *owner_lines(plan)]
+    if is_near(*found["peak"]):
+        return found, page
+    return found, [*page, *peak_lines(measure(config, device, holders=True).holders)]
+
+
+def is_near(planned: int, measured: int) -> bool:
+    return planned == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_peak_within_five_percent(case):
     flags = CASES[case]
-    found, page = fresh(compare, flags)
+    found, page = compare(flags)
     print("\n".join([case, str({name: value for name, value in flags.items() if DENSE.get(name) != value}), *page]))
-    planned, measured = found["peak"]
-    assert planned == pytest.approx(measured, rel=0.05)
+    assert is_near(*found["peak"]), found["peak"]
