@@ -240,19 +240,21 @@ class Search:
                 return
             if m.num_layers % (pp * chunks) == 0:
                 yield {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
-            layout = balanced_layout(m.num_layers, pp * chunks, m.mtp_num_layers or 0, self.head_layers)
-            if layout is not None:
+            layouts = [balanced_layout(m.num_layers, pp * chunks, m.mtp_num_layers or 0, n) for n in self.head_layers]
+            for layout in dict.fromkeys(filter(None, layouts)):
                 yield {"pipeline_model_parallel_layout": layout}
 
     @cached_property
-    def head_layers(self) -> int:
-        """As many layers as LM head, loss and multi-token prediction take the time of."""
+    def head_layers(self) -> tuple[int, int]:
+        """As many layers as LM head, loss and multi-token prediction take the time of, rounded down and up: which is
+        better depends on how the others come out on the stages."""
         config = with_vocab_size(self.config_of_model, self.vocabulary)
         clock, m = StageClock(config, self.cluster), config.model
         (whole,) = pipeline_stages(m, config.parallel)
         body = dataclasses.replace(whole, loss=False)
         layers = clock.chunk(body).total
-        return round((clock.chunk(whole).total - layers) / (layers / m.num_layers))
+        ratio = (clock.chunk(whole).total - layers) / (layers / m.num_layers)
+        return math.floor(ratio), math.ceil(ratio)
 
     def _lightest(self, values: dict[str, Any]) -> Found | None:
         """With the first recomputation that makes it fit; None: not even the last does."""

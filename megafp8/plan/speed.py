@@ -1,9 +1,10 @@
 """How fast one GPU computes: GEMMs by a table of measurements, the rest by bandwidth.
 
 FP8 GEMMs go by the table that training picks backends by (fp8/gemm_speed.json): the speed of the backend that it picks,
-at the weight that is nearest. That table, and all other figures here, were measured on one H200 (docs/gemm_kernels.md,
-docs/layer_memory.md, docs/optimizer.md); on another GPU they are taken in proportion to its peaks. Nothing is fitted to
-the time of a step.
+at the weight that is nearest. The table was measured with rests between calls; in a step a GPU is at its power limit
+and lowers its clock, which `SUSTAINED` stands for. All other figures here are of work without rests. All were measured
+on one H200 (docs/gemm_kernels.md, docs/conversions.md, docs/optimizer.md); on another GPU they are taken in proportion
+to its peaks. Nothing is fitted to the time of a step.
 
     t = max(FLOP / speed, bytes / HBM bandwidth)
 
@@ -21,16 +22,18 @@ from megafp8.plan.cluster import Cluster
 
 MEASURED_BF16, MEASURED_FP8 = 989.0, 1979.0
 """Peaks of the GPU that was measured, TFLOPS."""
-BF16_TFLOPS = 674.0
-"""BF16 GEMMs of a Llama-3-8B layer, forward and backward: 10.7 TFLOP in 18.85 ms less the 2.94 ms of all else."""
-ATTENTION_TFLOPS = 537.0
-"""cuDNN's causal attention of that layer: 0.96 TFLOP, backward 2.5 times forward, in 1.79 ms."""
+SUSTAINED = 0.87
+"""Of an FP8 GEMM's speed with rests, what is left back to back: median of 18 (docs/gemm_kernels.md), 0.85 to 1.02."""
+BF16_TFLOPS = 686.0
+"""BF16 GEMMs of six Llama-3-8B layers, forward and backward: 64.3 TFLOP in 93.8 ms of kernels."""
+ATTENTION_TFLOPS = 397.0
+"""cuDNN's causal attention of those layers: 5.77 TFLOP, backward 2.5 times forward, in 14.55 ms of kernels."""
 COPY_EFFICIENCY = 0.885
 """Of HBM's bandwidth, by a copy; memory-bound kernels reach 0.76 to 0.99 of that."""
 ATTENTION_BACKWARD = 2.5
 """Products of attention's backward, in forwards: it makes the scores once more."""
 
-GROUPED = (  # groups, rows of each, N, K; TFLOPS: FP8 fprop and wgrad (with its addition), BF16 alike
+GROUPED = (  # groups, rows of each, N, K; TFLOPS without rests: FP8 fprop and wgrad (with its addition), BF16 alike
     (8, 4096, 4096, 7168, 1220, 837, 688, 559),
     (8, 4096, 7168, 2048, 1211, 863, 701, 554),
     (4, 8192, 4096, 7168, 1302, 863, 739, 640),
@@ -85,7 +88,8 @@ def _dense(role: str, recipe: Recipe | None, in_fp8: bool, out: int, inside: int
     else:
         kind, weight = "tensorwise" if tensor else "1d2d", (out, inside) if role == "fprop" else (inside, out)
     kinds = next(iter(gemm_speed.table().values()))
-    return max(_nearest(kinds[kind], weight, slice(0, 2) if role == "wgrad" else slice(1, 3))[3].values())
+    nearest = _nearest(kinds[kind], weight, slice(0, 2) if role == "wgrad" else slice(1, 3))
+    return SUSTAINED * max(nearest[3].values())
 
 
 def _grouped(role: str, in_fp8: bool, rows: float, out: int, inside: int) -> float:
