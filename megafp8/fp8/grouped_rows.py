@@ -40,13 +40,16 @@ def travels(quantizer: Quantizer) -> bool:
 
 
 def take_rows(
-    x: Tensor | QuantizedStorage, index: Tensor, spec: RowSpec, dtype: torch.dtype
+    x: Tensor | QuantizedStorage, index: Tensor, spec: RowSpec, dtype: torch.dtype, *, derives: bool = True
 ) -> Tensor | QuantizedTensor:
-    """Rows `index` (int64 [R]; -1: zeros) of `x` [T, K], high precision or rowwise FP8, as `spec` wants them."""
+    """Rows `index` (int64 [R]; -1: zeros) of `x` [T, K], high precision or rowwise FP8, as `spec` wants them.
+
+    derives: the colwise copy comes from the bytes where those could have travelled; else it comes from the values.
+    """
     quantizer = spec.quantizer
     if quantizer is None:
         return _pick(x if isinstance(x, Tensor) else x.dequantize(dtype), index)
-    derived = travels(quantizer)
+    derived = derives and travels(quantizer)
     source = x if isinstance(x, Tensor) else (x.data, x.scale_inv)
     if (pair := backend.pick_and_quantize(source, index, quantizer.spec, spec.colwise, derived)) is not None:
         row, col = quantizer.store(pair[0], "rowwise"), quantizer.store(pair[1], "colwise")

@@ -82,11 +82,11 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
     m, rows, k, n = config.model, sizes.tokens * shape.share, shape.in_features, shape.out_features
     formats, place, high = recipe.formats, f"layers.*.{shape.part}", _high(config)
     expert, part = "*" in shape.part, shape.part.rpartition(".")[2]
-    each = expert and _needs_amax(recipe)  # a scale an expert, of all its rows: quantized where they are together
+    each = expert and recipe.input_tile == "tensor"  # a scale an expert, of all its rows: quantized where they are all
     producer, kernels = _producer(config, shape, recipe)
     again = _input_is_made_again(part, "SwiGLU" if each and m.swiglu else producer)
     x = _bytes(recipe, "input", rows, k)
-    passes = 2 if _needs_amax(recipe) else 1  # a tensor's scale is known only after its last element
+    passes = 2 if each or _needs_amax(recipe) else 1  # a tensor's scale is known only after its last element
     forward = "row" if again else "row + col"
     read = passes * rows * k * sizes.element
     moved = (1 if again else 2) * x + (0 if producer else read)
@@ -103,10 +103,11 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
             SWIGLU_KERNELS if gated else kernels or QUANTIZE_KERNELS,
         )  # fmt: skip
     fused = part == "fc1" and m.swiglu and not (shape.bias or each or _square(recipe, "grad_output"))
-    dy = 2 * _bytes(recipe, "grad_output", rows, n)
+    spread = expert and part == "fc2" and recipe.tiles["grad_output"] == "1d"  # quantized as rows go to experts
+    dy, maker = 2 * _bytes(recipe, "grad_output", rows, n), "SwiGLU's gradient" if fused else "rows of experts"
     yield Conversion(
         f"{place} grad_output", "backward", high, formats["grad_output"], "row + col",
-        dy + (0 if fused else passes * rows * n * sizes.element), count, "SwiGLU's gradient" if fused else "",
+        dy + (0 if fused or spread else passes * rows * n * sizes.element), count, maker if fused or spread else "",
         SWIGLU_KERNELS if fused else ROW_KERNELS + QUANTIZE_KERNELS if expert else QUANTIZE_KERNELS,
     )  # fmt: skip
     yield _of_weight(config, sizes, shape, recipe, count)
@@ -130,12 +131,12 @@ def _producer(config: Config, shape: PartShape, recipe: Recipe) -> tuple[str, tu
     m, (place, _, part) = config.model, shape.part.rpartition(".")
     if _square(recipe, "input"):
         return "", ()
-    if "*" in shape.part and _needs_amax(recipe):
+    if "*" in shape.part and recipe.input_tile == "tensor":
         return "", ()
     if part == "fc2":
         return ("SwiGLU", SWIGLU_KERNELS) if m.swiglu else ("", ())
     if "*" in shape.part:
-        return ("rows of experts", ROW_KERNELS) if recipe.tiles["input"] != "tensor" else ("", ())
+        return "rows of experts", ROW_KERNELS
     shared = place == "mlp.shared_experts"  # its input is the router's as well
     if m.normalization == "RMSNorm" and part in ("qkv", "q_proj", "q_down", "q_up", "kv_down", "kv_up", "fc1"):
         return ("", ()) if shared else ("RMSNorm", NORM_KERNELS)

@@ -131,7 +131,9 @@ def _experts(plan: LayerPlan) -> int:
     first, second = plan.recipe(fc1.part), plan.recipe(fc2.part)
     arriving = 2 * hidden * s.element + (s.routed_tokens * s.model.moe_router_topk * s.model.hidden_size * s.element
                                          if s.exchanges else 0)  # fmt: skip
-    at_fc2 = hidden * (s.element + (2 if second is not None else 0)) + _activation(plan, "mlp.experts.*", rows)
+    quantized = second is not None and runs_grouped(second)  # as rows are spread
+    at_fc2 = hidden * ((0 if quantized else s.element) + (2 if second is not None else 0))
+    at_fc2 += _activation(plan, "mlp.experts.*", rows)
     at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + hidden * s.element
     if first is not None and first.input_tile == "tensor":
         at_fc1 += rows * fc1.out_features * s.element

@@ -38,6 +38,10 @@ def test_rows_have_the_bytes_of_the_cpu(name, width):
     got = take_rows(x.cuda(), index.cuda(), spec, torch.bfloat16)
     assert same(got.rowwise, expected.rowwise)
     assert same(got.colwise, expected.colwise)
+    values = take_rows(x, index, spec, torch.bfloat16, derives=False)
+    got = take_rows(x.cuda(), index.cuda(), spec, torch.bfloat16, derives=False)
+    assert same(got.rowwise, expected.rowwise)
+    assert same(got.colwise, values.colwise)
     if name in ("blockwise", "mxfp8"):
         stored = quantizer.quantize(x.cuda()).rowwise
         packed = pack(stored)

@@ -40,8 +40,8 @@ class Dispatcher(Protocol):
         """What this rank's experts work on."""
         ...
 
-    def bring_back(self, y: Tensor, sent: Any) -> Tensor:
-        """y: outputs of those rows; returns [T, hidden], the sums of each token's."""
+    def bring_back(self, y: Tensor, sent: Any, gradient: RowSpec | None = None) -> Tensor:
+        """y: outputs of those rows; returns [T, hidden], the sums of each token's. gradient: how y's is wanted."""
         ...
 
 
@@ -68,8 +68,8 @@ class Here:
         rows = _Rows.apply(sent.x, sent.order, sent.spec)
         return ExpertRows(rows, permute_weights(sent.weights, sent.order), sent.order.counts, sent.spec.alignment)
 
-    def bring_back(self, y: Tensor, sent: _Sent) -> Tensor:
-        return combine(y, sent.order)
+    def bring_back(self, y: Tensor, sent: _Sent, gradient: RowSpec | None = None) -> Tensor:
+        return combine(y, sent.order, gradient)
 
 
 class _Rows(torch.autograd.Function):
@@ -117,8 +117,8 @@ class AllToAll:
         rows, weights = exchange.receive(sent.on_the_way, sent.move, sent.spec)
         return ExpertRows(rows, weights, sent.move.incoming.counts, sent.spec.alignment)
 
-    def bring_back(self, y: Tensor, sent: _Moving) -> Tensor:
-        return exchange.receive_back(exchange.send_back(y, sent.move), sent.move)
+    def bring_back(self, y: Tensor, sent: _Moving, gradient: RowSpec | None = None) -> Tensor:
+        return exchange.receive_back(exchange.send_back(y, sent.move, gradient), sent.move)
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class AllGather:
         rows, weights, counts = sent.receive(self.first, self.count)
         return ExpertRows(rows, weights, counts, sent.spec.alignment)
 
-    def bring_back(self, y: Tensor, sent: Everywhere) -> Tensor:
-        return sum_over(combine(y, sent.order), self.axis, scatter=True)
+    def bring_back(self, y: Tensor, sent: Everywhere, gradient: RowSpec | None = None) -> Tensor:
+        return sum_over(combine(y, sent.order, gradient), self.axis, scatter=True)
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class ByLibrary:
         trip, rows, weights = sent
         return ExpertRows(rows, weights, trip.order.counts, trip.spec.alignment)
 
-    def bring_back(self, y: Tensor, sent: tuple[Trip, Tensor, Tensor]) -> Tensor:
-        return back(combine(y, sent[0].order), sent[0])
+    def bring_back(self, y: Tensor, sent: tuple[Trip, Tensor, Tensor], gradient: RowSpec | None = None) -> Tensor:
+        return back(combine(y, sent[0].order, gradient), sent[0])
 
 
 def _wire(name: str, build: BuildContext) -> Wire:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe.permutation import Permutation, spread, spread_gradient, sums
 from megafp8.core.moe.wire import Wire
 from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack, unpack_values
 from megafp8.fp8.quantizer import Quantizer
@@ -121,17 +121,17 @@ class _Receive(torch.autograd.Function):
 
 class _SendBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
+    def forward(ctx, y: Tensor, exchange: Exchange, gradient: RowSpec | None) -> Tensor:
+        ctx.exchange, ctx.gradient = exchange, gradient
         exchange.post(sums(y, exchange.incoming.rows, None), back=True)
         return exchange.placeholder(y, sum(exchange.sent), exchange.hidden)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
         exchange, order, arrived = ctx.exchange, ctx.exchange.incoming, ctx.exchange.arrived()
         if exchange.wire.gradients is not None:
             arrived = unpack_values(exchange.wire.gradients, arrived, exchange.hidden, exchange.dtype)
-        return spread(arrived, order.choices, order.empty), None
+        return spread_gradient(arrived, order.choices, order.empty, ctx.gradient), None, None
 
 
 class _ReceiveBack(torch.autograd.Function):
@@ -157,9 +157,9 @@ def receive(sent: tuple[Tensor, Tensor], exchange: Exchange, spec: RowSpec) -> t
     return _Receive.apply(*sent, exchange, spec)
 
 
-def send_back(y: Tensor, exchange: Exchange) -> Tensor:
-    """Starts to send the experts' outputs [R, hidden] to where their tokens came from."""
-    return _SendBack.apply(y, exchange)
+def send_back(y: Tensor, exchange: Exchange, gradient: RowSpec | None = None) -> Tensor:
+    """Starts to send the experts' outputs [R, hidden] to where their tokens came from. gradient: as in `combine`."""
+    return _SendBack.apply(y, exchange, gradient)
 
 
 def receive_back(sent: Tensor, exchange: Exchange) -> Tensor:

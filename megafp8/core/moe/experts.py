@@ -74,6 +74,13 @@ class Experts(nn.ModuleList):
         first = fc1[0].input_spec(training and torch.is_grad_enabled())
         return RowSpec(quantizer, quantizer is not None and first.colwise, alignment)
 
+    def gradient_spec(self, rows: ExpertRows, step: StepContext) -> RowSpec | None:
+        """How the gradient of their output is wanted; None: in high precision."""
+        if rows.alignment is None or step.observer is not None:  # who observes wants to see the values
+            return None
+        want = self._grouped[1].grad_want(step)
+        return None if want is None else RowSpec(want.quantizer, want.colwise, rows.alignment)
+
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
         """Returns [R, hidden].
 

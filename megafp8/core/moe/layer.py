@@ -55,7 +55,8 @@ class MoELayer(nn.Module):
         on_the_way = self.dispatcher.send(sum_gradient(x, self.tp), routing, weights, spec)
         shared = self._shared(x, step) if self.overlap_shared else None
         rows = self.dispatcher.receive(on_the_way)
-        y = self.dispatcher.bring_back(self.experts(rows, step), on_the_way)
+        gradient = self.experts.gradient_spec(rows, step)
+        y = self.dispatcher.bring_back(self.experts(rows, step), on_the_way, gradient)
         return sum_over(y, self.tp, scatter=False), shared
 
     def _shared(self, x: Tensor, step: StepContext) -> Tensor:

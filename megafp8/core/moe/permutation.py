@@ -19,6 +19,8 @@ from torch import Tensor
 
 from megafp8.core.moe.routing import count_tokens
 from megafp8.fp8 import backend
+from megafp8.fp8.grouped_rows import RowSpec, take_rows
+from megafp8.fp8.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,12 @@ def permute(x: Tensor, order: Permutation) -> Tensor:
     return _Spread.apply(x, order.tokens, order.rows, order.kept, order.empty)
 
 
-def combine(y: Tensor, order: Permutation) -> Tensor:
-    """y: [R, h]; returns [T, h], the sum of each token's rows in y's dtype, rounded once."""
-    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.empty)
+def combine(y: Tensor, order: Permutation, gradient: RowSpec | None = None) -> Tensor:
+    """y: [R, h]; returns [T, h], the sum of each token's rows in y's dtype, rounded once.
+
+    gradient: how y's gradient is wanted; None: in y's dtype.
+    """
+    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.empty, gradient)
 
 
 def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
@@ -118,6 +123,13 @@ def spread(x: Tensor, index: Tensor, empty: Tensor | None) -> Tensor:
         return kernels.spread(x, index)
     rows = x[index]
     return rows if empty is None else rows.masked_fill_(empty[:, None], 0)
+
+
+def spread_gradient(x: Tensor, index: Tensor, empty: Tensor | None, wanted: RowSpec | None) -> Tensor | QuantizedTensor:
+    """`spread`, as `wanted`: then rows are quantized on the way, and never written in high precision."""
+    if wanted is None:
+        return spread(x, index, empty)
+    return take_rows(x, index, wanted, x.dtype, derives=False)
 
 
 def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
@@ -148,10 +160,19 @@ class _Spread(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y: Tensor, tokens: Tensor, rows: Tensor, kept: Tensor | None, empty: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        y: Tensor,
+        tokens: Tensor,
+        rows: Tensor,
+        kept: Tensor | None,
+        empty: Tensor | None,
+        gradient: RowSpec | None,
+    ) -> Tensor:
         ctx.save_for_backward(tokens, empty)
+        ctx.gradient = gradient
         return sums(y, rows, kept)
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return spread(grad_output, *ctx.saved_tensors), None, None, None, None
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return spread_gradient(grad_output, *ctx.saved_tensors, ctx.gradient), None, None, None, None, None

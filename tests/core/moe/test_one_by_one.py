@@ -3,16 +3,29 @@
 import pytest
 import torch
 
-from megafp8.core.moe import experts
+from megafp8.core.moe import experts, permutation
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.policy import Policy
+from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.step import StepContext
 from tests.core.moe.test_layer import SHAPE, inputs, layer
 
 
+def watch_gradients(monkeypatch) -> list[bool]:
+    """Whether the gradients of the experts' outputs reach them in FP8, backward by backward."""
+    seen, spread = [], permutation.spread_gradient
+
+    def watched(*args):
+        seen.append(isinstance(rows := spread(*args), QuantizedTensor))
+        return rows
+
+    monkeypatch.setattr(permutation, "spread_gradient", watched)
+    return seen
+
+
 @pytest.mark.parametrize("store", [True, False], ids=["fc1's output in FP8", "in BF16"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8", "delayed"])
 def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
     """With fc1's output in FP8 backward makes another input of fc2 than forward had, under forward's scale. A history
     gives no scales in the first of two steps."""
@@ -22,6 +35,7 @@ def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
             monkeypatch.setattr(experts, "can_group", lambda linears: False)
         made = layer(dtype=torch.bfloat16, recipe_of=Policy(get_recipe(recipe)), fp8_input_store=store)
         assert made.experts.groups == together
+        asked = watch_gradients(monkeypatch)
         scaling, found = DelayedScaling.of(made), []
         for _ in range(1 if scaling is None else 2):
             x = inputs(dtype=torch.bfloat16)
@@ -31,6 +45,8 @@ def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
             if scaling is not None:
                 found.append(scaling.pending().clone())
                 scaling.advance()
+        tiled = recipe in ("blockwise", "mxfp8")
+        assert asked == [together and tiled] * (2 if scaling else 1), "gradients are quantized as they are spread"
         results.append((*found, *(p.grad for p in made.parameters())))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
