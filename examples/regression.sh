@@ -28,7 +28,7 @@ data=${DATA:-$runs/data}
 case $size in
 full)
     # Wide and shallow, since that is quickest on a GPU; a batch is one microbatch. The evaluations read 2.1 M tokens each.
-    vocabulary=8192 mib=540 iterations=1150
+    vocabulary=8192 mib=490 iterations=1150
     MODEL=(--num-layers 3 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 12 --seq-length 1024)
     BATCH=(--micro-batch-size 128 --global-batch-size 128 --lr-warmup-iters 100 --eval-interval 575 --eval-iters 16)
     ;;
