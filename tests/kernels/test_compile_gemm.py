@@ -197,13 +197,8 @@ def test_mxfp8_token_counts_do_not_recompile():
         (ADDING, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192, 8192)),
         (ADDING, DENSE, BLOCK_1D1D, {}, (8192, 8192)),
         (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (8192, 8192)),  # a short contraction
-        (
-            SMALL,
-            DENSE,
-            BLOCK_1D1D,
-            {"accumulate": True},
-            (7168, 2048, 4096),
-        ),  # 7 rounds of small ones, 4 of large
+        # seven rounds of small ones, four of large ones
+        (SMALL, DENSE, BLOCK_1D1D, {"accumulate": True}, (7168, 2048, 4096)),
         (SMALL, DENSE, TENSORWISE, {"accumulate": True}, (8192, 8192, 8192)),
         (LARGE, GROUPED_M, BLOCK_1D2D, {}, (3 * 4096, 4096)),
         (SMALL, GROUPED_M, BLOCK_1D2D, {}, (3 * 128, 4096)),
