@@ -133,6 +133,7 @@ class Selftest:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.begin, self.jobs = args, time.monotonic(), list[Job]()
+        self.env = {"OMP_NUM_THREADS": "1"} | os.environ
         for pattern in ("rows_*.jsonl", "log_[0-9]*.txt", "log_alone.txt", "reference_*"):
             for old in args.folder.glob(pattern):
                 old.unlink()
@@ -141,15 +142,14 @@ class Selftest:
         a = self.args
         flags = ["--device", a.device, "--lane", lane, "--check-seconds", str(a.check_seconds), "--parts", *parts]
         command = [*torchrun(a.gpus), str(WORKER), str(a.folder), *flags, "--elements", str(a.elements)]
-        env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return Job(lane, [*command, "--recipes", *recipes], a.folder, env)
+        return Job(lane, [*command, "--recipes", *recipes], a.folder, self.env)
 
     def start_references(self) -> list[subprocess.Popen]:
         """One process a recipe, in turn on the GPUs."""
         found = []
         for place, recipe in enumerate(self.args.recipes):
             flags = [str(self.args.folder), "--reference", "--device", self.args.device, "--recipes", recipe]
-            env = os.environ | {"LOCAL_RANK": str(place % self.args.gpus)}
+            env = self.env | {"LOCAL_RANK": str(place % self.args.gpus)}
             with (self.args.folder / f"log_one_{recipe}.txt").open("w") as log:
                 found.append(subprocess.Popen([sys.executable, str(WORKER), *flags], stdout=log, stderr=log, env=env))
         return found
