@@ -32,7 +32,7 @@ from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.fp8.weight_stack import WeightStack, stacked
+from megafp8.fp8.weight_stack import WeightStack
 from megafp8.fp8.wgrad import Wgrad, put
 from megafp8.step import ScalingHistory, StepContext
 
@@ -115,8 +115,9 @@ class GroupedArgs(LinearArgs):
 def can_group(linears: Sequence[Linear]) -> bool:
     """Whether these linears run as one: alike, and with scales that can be kept apart."""
     first = linears[0]
-    recipes = {linear.recipe for linear in linears}
-    alike = len(recipes) == 1 and all(linear.weight.shape == first.weight.shape for linear in linears)
+    recipe, shape = first.recipe, first.weight.shape
+    one = all(linear.recipe is recipe or linear.recipe == recipe for linear in linears)
+    alike = one and all(linear.weight.shape == shape for linear in linears)
     plain = all(linear.bias is None and linear.comm.grid is None for linear in linears)
     trained = len({linear.weight.requires_grad for linear in linears}) == 1
     return alike and plain and trained and (runs_grouped(first.recipe) or _own_scales(first))
@@ -341,7 +342,7 @@ def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor | None, ...]:
         for buffer, one_adds in targets if adds else ():
             if not one_adds:
                 buffer.zero_()
-        together = stacked([buffer for buffer, _ in targets])
+        together = args.stack.gradients([buffer for buffer, _ in targets])
         product = wgrad.run(together, adds)
         if together is None:
             for (buffer, _), part in zip(targets, product, strict=True):

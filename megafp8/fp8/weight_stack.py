@@ -63,6 +63,7 @@ class WeightStack:
         self._scales: Tensor | None = None
         self._copies: dict[str, QuantizedStorage] = {}
         self._amax: tuple[tuple, Tensor] | None = None
+        self._buffers: tuple[list[Tensor], Tensor | None] = [], None
 
     def is_of(self, weights: Sequence[Weight]) -> bool:
         return len(weights) == len(self.weights) and all(a is b for a, b in zip(weights, self.weights, strict=True))
@@ -73,6 +74,14 @@ class WeightStack:
             weight.version_key()
         view = stacked(self.params)
         return (torch.stack([p.detach() for p in self.params]) if view is None else view).to(dtype)
+
+    def gradients(self, buffers: list[Tensor]) -> Tensor | None:
+        """`stacked` buffers of the weights' gradients: the same ones step after step, which is found out once."""
+        known, together = self._buffers
+        if len(known) != len(buffers) or any(a is not b for a, b in zip(known, buffers, strict=True)):
+            together = stacked(buffers)
+            self._buffers = buffers, together
+        return together
 
     def _versions(self) -> tuple:
         return tuple(weight.version_key() for weight in self.weights)
