@@ -6,7 +6,8 @@ the copy that the backward of inputs reads is transposed once, as in a step of s
 in every run). Bytes held for backward count the experts' input, not their output, nor copies of weights.
 
 `--wire` times what is done to rows before and after they travel, in BF16 and in FP8, on the way to the experts and for
-the gradients of their outputs. FP8 pays where ranks send slower than `break even`: bytes saved by the time it costs.
+the gradients of their outputs, until both of their FP8 copies are there. FP8 pays where ranks send slower than `break
+even`: bytes saved by the time it costs; always, where it costs none.
 
     python tools/bench_moe.py                                          # 8 of DeepSeek-V3's experts, 32768 rows
     python tools/bench_moe.py --parts --json moe.json                  # device time by kernel
@@ -35,7 +36,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.moe.experts import ExpertRows, Experts
 from megafp8.core.moe.permutation import spread
 from megafp8.fp8 import get_recipe
-from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, unpack, unpack_values
+from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, unpack
 from megafp8.fp8.policy import Policy
 from megafp8.fp8.primary import PrimaryBytes, orientations
 from megafp8.fp8.tensor import QuantizedTensor
@@ -259,18 +260,18 @@ class Wire:
             take_rows(spread(self.x, self.leaving, None), self.arriving, spec, torch.bfloat16)
 
     def gradients(self, fp8: bool) -> None:
+        spec = RowSpec(self.gradient, colwise=True, alignment=128)
         if fp8:
             rows = spread(pack(self.gradient.quantize(self.x).rowwise), self.leaving, None)
-            arrived = unpack_values(self.gradient, rows, self.hidden, torch.bfloat16)
+            take_rows(unpack(self.gradient, rows, self.hidden), self.arriving, spec, torch.bfloat16)
         else:
-            arrived = spread(self.x, self.leaving, None)
-        spread(arrived, self.arriving, None)
+            take_rows(spread(self.x, self.leaving, None), self.arriving, spec, torch.bfloat16, derives=False)
 
     def results(self) -> Iterator[WireResult]:
         saved = len(self.leaving) * (2 * self.hidden - row_bytes(self.input, self.hidden))
         for name, run in (("to experts", self.to_experts), ("gradients", self.gradients)):
             bf16, fp8 = (partial(run, on) for on in (False, True))
-            ms = [milliseconds(each, self.x.device, self.repeats, warmup=2) for each in (bf16, fp8)]
+            ms = [milliseconds(each, self.x.device, self.repeats, warmup=2, ahead=True) for each in (bf16, fp8)]
             found = [parts(each, self.x.device) for each in (bf16, fp8)] if self.wants_parts else [{}, {}]
             yield WireResult(name, *ms, saved, *found)
 

@@ -129,9 +129,13 @@ class _SendBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
         exchange, order, arrived = ctx.exchange, ctx.exchange.incoming, ctx.exchange.arrived()
-        if exchange.wire.gradients is not None:
-            arrived = unpack_values(exchange.wire.gradients, arrived, exchange.hidden, exchange.dtype)
-        return spread_gradient(arrived, order.choices, order.empty, ctx.gradient), None, None
+        quantizer, wanted = exchange.wire.gradients, ctx.gradient
+        if quantizer is not None and wanted is not None and wanted.quantizer == quantizer:
+            rows = unpack(quantizer, arrived, exchange.hidden)
+            return take_rows(rows, order.choices, wanted, exchange.dtype), None, None
+        if quantizer is not None:
+            arrived = unpack_values(quantizer, arrived, exchange.hidden, exchange.dtype)
+        return spread_gradient(arrived, order.choices, order.empty, wanted), None, None
 
 
 class _ReceiveBack(torch.autograd.Function):
