@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megafp8.core.build import BuildContext, DispatchPlan
 from megafp8.core.gpt import initialize
 from megafp8.core.moe import exchange
+from megafp8.core.moe.experts import Experts
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer import recompute
 from megafp8.core.transformer.core_attention import Sequences
@@ -23,11 +24,13 @@ from megafp8.step import StepContext
 from tests.core.families import DEEPSEEK
 from tests.core.helpers import Sink, relative_error
 from tests.distributed.layouts import Layout, compare, run_layout
+from tests.distributed.test_experts import FP8
 from tests.distributed.test_families import EXPERTS
 
 MODEL = replace(DEEPSEEK, hidden_size=64, moe_ffn_hidden_size=96, init_method_std=0.2)
 CAPACITY = replace(MODEL, moe_expert_capacity_factor=0.5)
 FILLED = replace(CAPACITY, moe_pad_expert_input_to_capacity=True)
+FP8_EXPERTS = FP8 | {"fp8_recipe": "blockwise", "moe_fp8_dispatch": True}
 # tokens of each rank
 CASES = {"even": (24, 24), "one rank has none": (40, 0), "one token in all": (0, 1), "none at all": (0, 0)}
 
@@ -114,10 +117,10 @@ def test_capacity(pool, model, gathers):
 def lose_a_row(stack: ExitStack) -> None:
     take = exchange.take_rows
 
-    def losing(x, index, spec, dtype):
+    def losing(x, index, spec, dtype, **options):
         index = index.clone()
         index[-1:] = -1  # of a token whose loss counts
-        return take(x, index, spec, dtype)
+        return take(x, index, spec, dtype, **options)
 
     stack.callback(setattr, exchange, "take_rows", take)
     exchange.take_rows = losing
@@ -134,6 +137,22 @@ def average_experts(stack: ExitStack) -> None:
 
     stack.callback(setattr, GradBuffers, "finish", finish)
     GradBuffers.finish = halving
+
+
+def ask_for_values(stack: ExitStack) -> None:
+    """Experts quantize the gradients of their outputs themselves, from rows in high precision."""
+    stack.callback(setattr, Experts, "gradient_spec", Experts.gradient_spec)
+    Experts.gradient_spec = lambda self, rows, step: None
+
+
+@pytest.mark.parametrize("combine", [False, True])
+def test_gradients_quantized_as_they_are_spread(pool, combine):
+    """Or afterwards: the same bits, from BF16 rows and from rows that came as bytes."""
+    model = FP8_EXPERTS | {"moe_fp8_combine_grad": combine}
+    on, off = (run_layout(pool, model, Layout(dp=2, ep=2), 1, fault=fault) for fault in (None, ask_for_values))
+    assert on.losses == off.losses
+    for name, grad in off.grads.items():
+        assert torch.equal(on.grads[name], grad), name
 
 
 @pytest.mark.parametrize("fault", [lose_a_row, average_experts])
