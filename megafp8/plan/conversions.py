@@ -154,9 +154,7 @@ def _of_the_rest(config: Config, sizes: Sizes) -> Iterator[Conversion]:
     element, uses = sizes.element, 1 + (m.mtp_num_layers or 0)
     routers = sum(layer.experts for layer in layers(config))
     if routers:
-        moved = tokens * m.hidden_size * (element + 4)
-        yield Conversion("layers.*.mlp.router", "forward, backward", high, "fp32", "", 3 * moved, routers, "", COPIES,
-                         launches=8 * routers)  # fmt: skip
+        yield _of_router(config, sizes, routers)
     if high != "fp32":
         heads = tokens * m.num_attention_heads * m.query_channels // sizes.tp
         yield Conversion("layers.*.attention.core dQ", "backward", "fp32", high, "", heads * (4 + element),
@@ -183,6 +181,18 @@ def _of_the_rest(config: Config, sizes: Sizes) -> Iterator[Conversion]:
         yield Conversion("masters", "update", "fp32", high, "", masters * element, 1, "AdamW", ("adamw",), STEP)
     yield Conversion("tokens, labels, masks", "forward", "host", "device", "", tokens * 32, 1, "", ("memcpy htod",))
     yield Conversion("skip flag, statistics", "update", "device", "host", "", 8, 1, "", ("memcpy dtoh",), STEP)
+
+
+def _of_router(config: Config, sizes: Sizes, count: int) -> Conversion:
+    """In FP32 on GPUs BF16 operands stay what they are, and the logits' gradient becomes three BF16 numbers."""
+    m, high, target = config.model, _high(config), config.model.moe_router_dtype or "fp32"
+    if high == "bf16" and target == "fp32":
+        moved = sizes.tokens * m.num_experts * (4 + 3 * sizes.element)
+        return Conversion("layers.*.mlp.router gradient of the logits", "backward", "fp32", "3 x bf16", "", moved,
+                          count, "", (*COPIES, "catarray"), launches=6 * count)  # fmt: skip
+    moved = sizes.tokens * m.hidden_size * (sizes.element + (8 if target == "fp64" else 4))
+    return Conversion("layers.*.mlp.router", "forward, backward", high, target, "", 3 * moved, count, "", COPIES,
+                      launches=8 * count)  # fmt: skip
 
 
 def _high(config: Config) -> str:

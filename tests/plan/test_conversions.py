@@ -49,6 +49,10 @@ def test_flags_move_the_ledger():
     assert kept["attention.qkv input", "forward"].fused == ""  # no kernel makes square tiles of a norm's output
     assert not any("qkv" in place for place, _ in ledger("bf16"))
     experts = ledger("blockwise", preset="qwen3-30b-a3b")
+    router = experts["mlp.router gradient of the logits", "backward"]
+    assert (router.target, router.nbytes, router.times) == ("3 x bf16", 32768 * 128 * (4 + 3 * 2), 4)
+    wide = ledger("blockwise", "--flags", "--moe-router-dtype fp64", preset="qwen3-30b-a3b")
+    assert wide["mlp.router", "forward, backward"].target == "fp64"
     assert experts["mlp.experts.*.fc1 input", "forward"].fused == "rows of experts"
     assert experts["mlp.experts.*.fc1 weight", "forward"].times == 4 * 128
     each = ledger("tensorwise", preset="qwen3-30b-a3b")  # a scale an expert: no producer knows it
