@@ -1,7 +1,8 @@
 """One rank of a large job, alone: its collectives return at once, as if every other rank had what this one has.
 
     gather        this rank's shard, once for each rank
-    sum, max      this rank's values: the others add nothing
+    sum           this rank's values: the others add nothing
+    max           this rank's values; where FP32 ones are 0 its largest: the amax of what others hold
     scatter_sum   this rank's part of its own values
     deal          what each rank gives is what this one gives itself; zeros where that is nothing
     send          vanishes; what arrives from another pipeline stage is made up: normal values, the same in every step
@@ -83,6 +84,9 @@ class LoneAxis(Axis):
     def max_(self, x: Tensor) -> Tensor:
         if self.size > 1:
             self.count("max", x)
+            if x.dtype == torch.float32 and x.numel():  # with an amax of 0 others' weights would be up to 448
+                with self.copying.timed(x):
+                    x.copy_(torch.where(x == 0, x.max(), x))
         return x
 
     def post_sum_(self, x: Tensor) -> Pending:

@@ -89,6 +89,9 @@ def test_collectives_answer_as_if_all_ranks_were_alike(alone):
     assert alone.tp.scatter_sum(x).tolist() == [[2.0]]
     assert alone.tp.sum_(x.clone()).equal(x)
     assert alone.everyone.max_(x.clone()).equal(x)
+    amaxes, flags = torch.tensor([0.5, 0.0, 2.0, 0.0]), torch.tensor([3.0, 0.0], dtype=torch.float64)
+    assert alone.everyone.max_(amaxes).tolist() == [0.5, 2, 2, 2], "others' tiles have weights of a like size"
+    assert alone.everyone.max_(flags).tolist() == [3, 0]
     inside = torch.tensor([0.0, 0.0, 3.0, 4.0])
     alone.tp.post_gather_into(inside, inside[2:]).wait()
     assert inside.tolist() == [3, 4, 3, 4]
@@ -96,7 +99,7 @@ def test_collectives_answer_as_if_all_ranks_were_alike(alone):
         ("gather", "tp"): 2,
         ("scatter_sum", "tp"): 1,
         ("sum", "tp"): 1,
-        ("max", "world"): 1,
+        ("max", "world"): 3,
     }
     assert alone.meter.bytes["gather", "tp"] == 16
 
