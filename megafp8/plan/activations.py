@@ -201,10 +201,12 @@ def _parts_of_layer(kind: LayerKind, recomputed: tuple[str, ...]) -> Iterator[Ph
 
 
 def _recomputed_unit(name: str, kinds: LayerKinds, members: list[LayerShape], sizes: Sizes) -> Phase:
-    """Layers that backward runs again together; their inputs are the residual stream."""
+    """Layers that backward runs again together; their inputs are the residual stream, which the first one's norm keeps
+    too."""
     most, _ = peak_of(phase for layer in members for phase in _layer_phases(kinds(layer)))
     held = Activation(name, "input of recomputed units", sizes.stream)
-    return Phase((held,), again=most, what="one unit of layers made again, gradients")
+    shared = sizes.stream if sizes.norm_input == sizes.element else 0
+    return Phase((held,), again=most - shared, what="one unit of layers made again, gradients")
 
 
 def _head_phase(config: Config, s: Sizes, prefix: str = "") -> Phase:

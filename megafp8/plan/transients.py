@@ -1,13 +1,15 @@
 """What backward holds for a while on top of what forward kept, part of a layer by part, in bytes.
 
 Counted at the moment when most is there, from the order of the code: a gradient is dropped when the operation that
-takes it is over, and a part's own activations when all of its backward is. G is the residual stream's gradient, S h e
-bytes. q(x) are FP8 copies, a byte an element and direction; scales are left out here.
+takes it is over, and a part's own activations when all of its backward is, but for an MLP's: what fc2 and the activation
+kept is gone when theirs is over. G is the residual stream's gradient, S h e bytes. q(x) are FP8 copies, a byte an
+element and direction; scales are left out here.
 
-    fc2       G, q(dY) in both directions, dX [T f], then fc1's dY (FP8: both directions) and fc2's input, made anew
+    fc2       G, and dY gathered under sequence parallelism, in BF16 until dX [T f] is there, in FP8 until it is q(dY) in
+              both directions; then dX, fc1's dY (FP8: both directions) and fc2's input, made anew
     fc1       its dY, dX [T h], and under sequence parallelism the input gathered again and dX scattered
     core      d(output), dq, dk, dv, and flash attention's FP32 sum of dq
-    proj      G, q(dY), dX [T a d], its input quantized again
+    proj      G, dY as for fc2, dX [T a d], its input quantized again
     qkv       its dY, q(dY), dX [T h], and the sum of both gradients of the residual stream
     experts   the same as fc2 and fc1 of R rows; before, rows as they arrive and as they lie; BF16 weight gradients of
               all experts of a linear together, which `torch._grouped_mm` can't add in place; with a scale an expert,
@@ -67,10 +69,11 @@ def _has_shared(plan: LayerPlan) -> bool:
 
 def _proj(plan: LayerPlan) -> int:
     s, proj = plan.sizes, plan.shape("attention.proj")
-    in_fp8 = plan.recipe("attention.proj") is not None
-    gathered = s.tokens * proj.out_features * s.element if s.sequence_parallel else 0
-    quantized = s.tokens * (2 * proj.out_features + proj.in_features) if in_fp8 else 0
-    return s.stream + gathered + quantized + s.tokens * proj.in_features * s.element
+    hidden, dx = s.tokens * proj.out_features, s.tokens * proj.in_features * s.element
+    gathered = hidden * s.element if s.sequence_parallel else 0
+    if plan.recipe("attention.proj") is None:
+        return s.stream + gathered + dx
+    return s.stream + 2 * hidden + max(gathered, dx + s.tokens * proj.in_features)
 
 
 def _core(plan: LayerPlan) -> int:
@@ -104,43 +107,58 @@ def _around_column(plan: LayerPlan, in_fp8: bool) -> int:
 
 
 def _activation(plan: LayerPlan, name: str, rows: int) -> int:
-    """While fc2's dX becomes fc1's dY: both, and fc2's input made anew."""
+    """While fc2's dX becomes fc1's dY: both, and in FP8 fc2's input made anew; in BF16 fc2 is over, and its input
+    gone."""
     s, fc1, fc2 = plan.sizes, plan.shape(f"{name}.fc1"), plan.shape(f"{name}.fc2")
     first, second = plan.recipe(fc1.part), plan.recipe(fc2.part)
-    again = fc2.in_features if second is not None else 0
+    again = rows * fc2.in_features if second is not None else -_kept(plan, name, "fc2")
     if not s.model.swiglu:
-        return rows * (fc2.in_features * (s.element + 4 * 4) + again)
+        return rows * fc2.in_features * (s.element + 4 * 4) + again
     of_fc1 = fc1.out_features * (2 if first is not None and not fc1.bias and second is not None else s.element)
-    return rows * (fc2.in_features * s.element + of_fc1 + again)
+    return rows * (fc2.in_features * s.element + of_fc1) + again
+
+
+def _kept(plan: LayerPlan, name: str, *modules: str) -> int:
+    """Bytes that some modules of an MLP keep of forward."""
+    labels = {f"{name}.{module}".replace(".*", "") for module in modules}
+    return sum(a.bytes for a in plan.items() if a.module in labels)
 
 
 def _mlp(plan: LayerPlan, name: str, rows: int) -> int:
     s, fc1, fc2 = plan.sizes, plan.shape(f"{name}.fc1"), plan.shape(f"{name}.fc2")
     scattered = s.sequence_parallel and (not plan.layer.experts or s.exchanges)
-    hidden, in_fp8 = rows * s.model.hidden_size, plan.recipe(fc2.part) is not None
-    at_fc2 = (hidden * s.element if scattered else 0) + (2 * hidden if in_fp8 else 0) + _activation(plan, name, rows)
+    hidden, dx = rows * s.model.hidden_size, rows * fc2.in_features * s.element
+    gathered, activation = hidden * s.element if scattered else 0, _activation(plan, name, rows)
+    if plan.recipe(fc2.part) is None:
+        at_fc2 = max(gathered + dx, activation)
+    else:
+        at_fc2 = 2 * hidden + max(gathered, activation)
     inner = 2 if plan.recipe(fc1.part) is not None else s.element
-    at_fc1 = rows * fc1.out_features * inner + hidden * s.element + s.stream
+    at_fc1 = rows * fc1.out_features * inner + hidden * s.element + s.stream - _kept(plan, name, "activation", "fc2")
     at_fc1 += _around_column(plan, plan.recipe(fc1.part) is not None) if scattered else 0
     return s.stream + max(at_fc2, at_fc1)
 
 
 def _experts(plan: LayerPlan) -> int:
-    s, fc1, fc2 = plan.sizes, plan.shape("mlp.experts.*.fc1"), plan.shape("mlp.experts.*.fc2")
+    s, name = plan.sizes, "mlp.experts.*"
+    fc1, fc2 = plan.shape(f"{name}.fc1"), plan.shape(f"{name}.fc2")
     rows, hidden = s.rows, s.rows * s.model.hidden_size
     first, second = plan.recipe(fc1.part), plan.recipe(fc2.part)
     arriving = 2 * hidden * s.element + (s.routed_tokens * s.model.moe_router_topk * s.model.hidden_size * s.element
                                          if s.exchanges else 0)  # fmt: skip
-    quantized = second is not None and runs_grouped(second)  # as rows are spread
-    at_fc2 = hidden * ((0 if quantized else s.element) + (2 if second is not None else 0))
-    at_fc2 += _activation(plan, "mlp.experts.*", rows)
-    at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + hidden * s.element
+    weights = 0, 0  # gradients of all experts, before they are added
+    if first is None and runs_grouped(first):
+        weights = tuple(fc.copies * fc.out_features * fc.in_features * s.element for fc in (fc1, fc2))
+    activation, dy = _activation(plan, name, rows), hidden * s.element
+    if second is None:
+        at_fc2 = max(dy + rows * fc2.in_features * s.element + weights[1], activation)
+    else:  # where experts run as one, dY is quantized as rows are spread, and never there in high precision
+        at_fc2 = (0 if runs_grouped(second) else dy) + 2 * hidden + activation
+    at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + dy + weights[0]
     if first is not None and first.input_tile == "tensor":
         at_fc1 += rows * fc1.out_features * s.element
         at_fc2 += rows * fc2.in_features
-    if first is None and runs_grouped(first):  # weight gradients of all experts, before they are added
-        at_fc2 += fc2.copies * fc2.out_features * fc2.in_features * s.element
-        at_fc1 += fc1.copies * fc1.out_features * fc1.in_features * s.element
+    at_fc1 -= _kept(plan, name, "activation", "fc2")
     return s.stream + max(arriving, at_fc2, at_fc1)
 
 

@@ -12,7 +12,7 @@ from megafp8.fp8 import get_recipe
 from megafp8.optimizer import build_optimizer
 from megafp8.parallel import ParallelContext, fake_parallel
 from megafp8.params import named_specs
-from megafp8.plan.activations import Activation, LayerKinds, Phase, by_module, peak_of
+from megafp8.plan.activations import Activation, LayerKinds, Phase, by_module, peak_of, stage_phases
 from megafp8.plan.in_flight import ChunkBytes, most_held
 from megafp8.plan.layer_activations import quantized_bytes
 from megafp8.plan.memory import plan_memory
@@ -213,16 +213,31 @@ def test_llama_8b_layer(make):
 
 def test_temporaries_of_a_llama_8b_layer(make):
     """8192 tokens, counted by hand in MiB: when fc2's dX becomes fc1's dY there are G 64 and dX [T f] 224; in FP8 dY in
-    two directions 64, fc1's dY as bytes in two directions 448 and fc2's input again 112; in BF16 fc1's dY 448."""
+    two directions 64, fc1's dY as bytes in two directions 448 and fc2's input again 112; in BF16 fc1's dY 448, and
+    fc2's input 224 is gone."""
     sizes = {
         "num_layers": 1, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
         "num_query_groups": 8, "micro_batch_size": 2, "seq_length": 4096, "bf16": True,
     }  # fmt: skip
-    for flags, mib in (({}, 64 + 224 + 448), ({"fp8_format": "e4m3"}, 64 + 64 + 224 + 448 + 112)):
+    for flags, mib in (({}, 64 + 224 + 448 - 224), ({"fp8_format": "e4m3"}, 64 + 64 + 224 + 448 + 112)):
         plan = LayerKinds(make("llama", **sizes | flags))(LayerShape("layers.0", False)).plan()
         assert backward_bytes(plan, MLP_PART) == mib << 20
         # Core attention: G, d(output), dq, dk and dv, and the FP32 sum of dq are more than what proj holds.
         assert backward_bytes(plan, CORE) == (64 + 64 + 64 + 2 * 16 + 128) << 20
+    # Two sequence-parallel ranks: dY is gathered in BF16 (64) and quantized (64), before dX (112), fc1's dY (224) and
+    # fc2's input (56) are there; G is 32.
+    two = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "world_size": 2, "fp8_format": "e4m3"}
+    plan = LayerKinds(make("llama", **sizes | two))(LayerShape("layers.0", False)).plan()
+    assert backward_bytes(plan, MLP_PART) == (32 + 64 + max(64, 112 + 224 + 56)) << 20
+
+
+def test_a_recomputed_units_input_counts_once(make):
+    """It is what the first layer's norm keeps."""
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (_, unit, _), (_, *parts, _) = (
+        stage_phases(make("llama", bf16=True, num_layers=1, **flags), torch.device("cpu"))[0] for flags in (whole, {})
+    )
+    assert unit.bytes + unit.again == peak_of(parts)[0]
 
 
 def test_temporaries_of_head_and_loss(make):
