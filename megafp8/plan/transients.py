@@ -1,12 +1,12 @@
 """What backward holds for a while on top of what forward kept, part of a layer by part, in bytes.
 
 Counted at the moment when most is there, from the order of the code: a gradient is dropped when the operation that
-takes it is over, and a part's own activations when all of its backward is, but for an MLP's: what fc2 and the activation
+takes it is over, and a part's own activations when all of its backward is; but what fc2 and the activation of an MLP
 kept is gone when theirs is over. G is the residual stream's gradient, S h e bytes. q(x) are FP8 copies, a byte an
 element and direction; scales are left out here.
 
-    fc2       G, and dY gathered under sequence parallelism, in BF16 until dX [T f] is there, in FP8 until it is q(dY) in
-              both directions; then dX, fc1's dY (FP8: both directions) and fc2's input, made anew
+    fc2       G, and dY gathered under sequence parallelism: in BF16 until dX [T f] is there, in FP8 until it is q(dY)
+              in both directions; then dX, fc1's dY (FP8: both directions) and fc2's input, made anew
     fc1       its dY, dX [T h], and under sequence parallelism the input gathered again and dX scattered
     core      d(output), dq, dk, dv, and flash attention's FP32 sum of dq
     proj      G, dY as for fc2, dX [T a d], its input quantized again
