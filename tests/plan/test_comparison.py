@@ -3,6 +3,7 @@
 import pytest
 
 from megafp8.plan.comparison import comparison_lines, variants
+from megafp8.plan.measured import MeasuredMemory, owner_lines, rows
 from megafp8.plan.measured import table as measured_table
 from megafp8.plan.memory import plan_memory
 
@@ -35,3 +36,23 @@ def test_variants_do_not_depend_on_the_configurations_own_precision(make):
 def test_the_forecast_stands_beside_what_was_measured():
     lines = measured_table({"activations": (3 << 20, 2 << 20)})
     assert lines[1].split() == ["activations", "3.0", "2.0", "50.0%"]
+
+
+def test_a_plan_is_compared_as_a_whole_and_above_what_stays(make):
+    plan = plan_memory(make("llama", bf16=True))
+    found = rows(plan, MeasuredMemory(static=plan.static, held=plan.held, peak=plan.static + 1000))
+    assert all(planned == measured for planned, measured in list(found.values())[:2])
+    assert found["peak"] == (plan.total, plan.static + 1000)
+    assert found["peak above what stays"] == (plan.total - plan.static, 1000)
+
+
+def test_what_a_planned_peak_is_made_of(make):
+    plan = plan_memory(make("llama", bf16=True, hidden_size=1024, seq_length=1024))
+    title, *lines = owner_lines(plan)
+    place = next(n for n, line in enumerate(lines) if line.startswith("planned of one microbatch"))
+    sizes = [float(line.split()[0].replace(",", "")) for line in lines[:place]]
+    assert plan.extra.what in title
+    assert sum(sizes) == pytest.approx(plan.total / 2**20, abs=0.05 * len(sizes))
+    assert sum(float(line.split()[0].replace(",", "")) for line in lines[place + 1 :]) == pytest.approx(
+        plan.held / 2**20, abs=0.05 * len(lines)
+    )
