@@ -24,12 +24,14 @@ from bench_moe import parts, print_parts
 from bench_timing import in_turn, wait
 
 from megafp8.config.model import ModelConfig
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.policy import Policy
 from megafp8.step import StepContext
+from megafp8.training.build import pick_device
 
 
 @dataclass(frozen=True)
@@ -135,18 +137,24 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[R
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["deepseek-v3"])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"])
     parser.add_argument("--rounds", type=int, default=7, help="rounds that times are medians of (default 7)")
     parser.add_argument("--calls", type=int, default=4, help="calls of a recipe a round (default 4)")
     parser.add_argument("--parts", action="store_true", help="device time by kernel")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args, results = parser.parse_args(argv), []
+    try:
+        check_least(args, 1, "rounds", "calls")
+        check_output(args.json, "--json")
+        device = pick_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{'shape':14} {'recipe':10} {'fwd+bwd':>10} {'speed':>6} {'host':>9}")
     for name in args.shapes:
-        for r in measure(name, args, torch.device(args.device)):
+        for r in measure(name, args, device):
             results.append(r)
             print(f"{r.shape:14} {r.recipe:10} {r.ms:8.2f}ms {r.speed:5.2f}x {r.host_ms:7.2f}ms", flush=True)
             print_parts(r.parts)

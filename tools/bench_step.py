@@ -39,8 +39,10 @@ from step_report import draw, table, where_time_goes
 from step_work import Compiled, Layers, Plain, Steps
 
 from megafp8.config import Config, parse_args, with_vocab_size
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.plan.conversions import conversions, markdown
 from megafp8.plan.flops import training_flops_per_token
+from megafp8.training.build import pick_device
 from megafp8.training.throughput import GIB
 
 LLAMA = "--group-query-attention --num-query-groups 8 --rotary-base 500000 --vocab-size 128255"
@@ -264,8 +266,8 @@ def measure_steps(args: argparse.Namespace, size: Size, device: torch.device) ->
     return records
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> ToolParser:
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="llama3-8b", help="the model (default: %(default)s)")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"],
                         help="bf16 is always among them (default: %(default)s)")  # fmt: skip
@@ -292,16 +294,25 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ValueError for numbers and files that can't be, before anything is built."""
+    check_least(args, 1, "rounds", "warmup", "microbatches", "seq_lengths", "crossover_hidden", "crossover_tokens")
+    check_least(args, 0, "profiled", "host_profile")
+    for flag, path in (("--output", args.output), ("--png", args.png), ("--crossover", args.crossover)):
+        check_output(path, flag)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     args.recipes = [BASE, *(recipe for recipe in args.recipes if recipe != BASE)]
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    args.device = device.type
     sizes = {
         "layers": [Size(1, length) for length in args.seq_lengths],
         "step": [Size(count, length) for count in args.microbatches for length in args.seq_lengths],
     }
     try:
+        check_arguments(args)
+        device = pick_device(args.device)
+        args.device = device.type
         if args.ledger:
             print("\n".join(markdown(conversions(config_of(args, args.ledger)))))
             return 0
@@ -311,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
             for size in {size for scope in args.scopes for size in sizes[scope]}:
                 config_of(args, recipe, size)
     except ValueError as error:
-        print(f"bench_step: {error}", file=sys.stderr)
+        print(f"bench_step.py: error: {error}", file=sys.stderr)
         return 2
     results = {
         "preset": args.preset, "gradients": args.gradients, "flags": args.flags, "torch": torch.__version__,

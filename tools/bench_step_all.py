@@ -22,6 +22,10 @@ from pathlib import Path
 import bench_step
 import torch
 
+from megafp8.config.publish import writable_directory
+from megafp8.config.tool_parser import ToolParser
+from megafp8.training.build import pick_device
+
 TRIO = ("bf16", "blockwise", "tensorwise")
 LAYERS, STEP = ("--scopes", "layers", "--recipes"), ("--scopes", "step", "--recipes")
 SMALL_MODEL = "--num-layers 2 --seq-length 2048 --micro-batch-size 1 --vocab-size 32767"
@@ -98,12 +102,17 @@ def usable() -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), help="these, in this order")
     parser.add_argument("--rehearse", action="store_true", help="one round each: figures are not to be quoted")
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
+    if not writable_directory(args.out):
+        parser.error(f"OUT {args.out}: can't write there; give another directory")
+    try:
+        pick_device("cuda")
+    except ValueError:
+        parser.error("torch sees no CUDA GPU, which these models want; tools/bench_step.py --preset tiny runs anywhere")
     failed = 0
     for number, name in enumerate(args.only, 1):
         failed += not run(name, args.out, rehearse=args.rehearse)

@@ -27,6 +27,7 @@ import bench_timing
 import torch
 
 from megafp8.config import parse_args
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.core.pipeline.executor import Executor
 from megafp8.data import Batch
 from megafp8.parallel import build_parallel, close_parallel
@@ -170,14 +171,19 @@ def rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--rounds", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file: mode -> {ms, ratio, least, most}")
     args = parser.parse_args(argv)
+    try:
+        check_least(args, 1, "rounds")
+        check_output(args.output)
+        device = pick_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
     config = parse_args([*FLAGS.split(), *SIZES[args.size].split(), "--device", args.device])
-    device = pick_device(args.device)
     parallel = build_parallel(config, device)
     found = rows(measure(build_parts(config, parallel, device), args.rounds, STEPS[args.size]))
     close_parallel(parallel)

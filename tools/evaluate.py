@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megafp8.config.mistakes import say_mistake
 from megafp8.config.publish import publish
-from megafp8.config.tool_parser import ToolParser
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.config.validate import require_checkpoints
 
 AXES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -114,15 +114,10 @@ def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
 def check(args: argparse.Namespace) -> None:
     """Raises ValueError for what is wrong with flags and files, before torch takes its seconds to load."""
     from megafp8.data import IndexedDataset
-    from megafp8.data.cache import writable_directory
 
-    for name in ("micro_batch_size", "max_samples", *layout_sizes(args)):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give 1 or more")
+    check_least(args, 1, "micro_batch_size", "max_samples", *layout_sizes(args))
     require_checkpoints(args.load)
-    if args.output and (args.output.is_dir() or not writable_directory(args.output.parent)):
-        raise ValueError(f"--output {args.output}: can't write there; give another file")
+    check_output(args.output)
     for prefix in (value for prefixes in named_prefixes(args).values() for value in prefixes):
         if not re.fullmatch(r"[0-9.e-]+", prefix):  # a blend's weight
             IndexedDataset(prefix)

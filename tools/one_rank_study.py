@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.config.publish import publish
-from megafp8.config.tool_parser import ToolParser
-from megafp8.data.cache import writable_directory
+from megafp8.config.tool_parser import ToolParser, check_output
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.10
@@ -181,8 +180,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--only {' '.join(args.only)}: no study has such a name; there are {names}")
     if not args.timeout > 0:
         parser.error(f"--timeout {args.timeout:g}: give seconds above 0")
-    if args.output is not None and (args.output.is_dir() or not writable_directory(args.output.parent)):
-        parser.error(f"--output {args.output}: can't write there; give another file")
+    if args.holders and args.plan_only:
+        parser.error("--holders: with --plan-only nothing is measured; leave one of them out")
+    try:
+        check_output(args.output)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

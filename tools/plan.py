@@ -32,7 +32,7 @@ import plan_schedule
 
 from megafp8.config import Config
 from megafp8.config import parse_args as parse_flags
-from megafp8.config.tool_parser import ToolParser
+from megafp8.config.tool_parser import ToolParser, check_output
 
 if TYPE_CHECKING:
     from megafp8.plan.memory import MemoryPlan
@@ -158,20 +158,17 @@ def _picture(args: argparse.Namespace, config: Config, plans: list[MemoryPlan]) 
 COMMANDS = {"memory": memory, "forecast": forecast, "search": search}
 
 
-def check_output(output: Path | None) -> None:
+def check_picture(output: Path | None) -> None:
     """Raises ValueError for a picture that can't be drawn or written, before the work that it would show."""
-    from megafp8.data.cache import writable_directory
-
     if output is not None and find_spec("matplotlib") is None:
         raise ValueError(f"--output {output} needs matplotlib: pip install matplotlib")
-    if output is not None and (output.is_dir() or not writable_directory(output.parent)):
-        raise ValueError(f"--output {output}: can't write there; give another file")
+    check_output(output)
 
 
 def main(argv: list[str] | None = None) -> int:
     args, rest = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        check_output(getattr(args, "output", None))
+        check_picture(getattr(args, "output", None))
         lines = plan_schedule.run(args) if args.command == "schedule" else COMMANDS[args.command](args, rest)
     except ValueError as error:
         print(f"plan.py: error: {error}", file=sys.stderr)

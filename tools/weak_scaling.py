@@ -28,9 +28,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megafp8.config.publish import publish
+from megafp8.config.publish import publish, writable_directory
 from megafp8.config.tool_parser import ToolParser
-from megafp8.data.cache import writable_directory
 
 BASE = {
     "num_layers": 2,

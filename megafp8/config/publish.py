@@ -1,7 +1,8 @@
-"""Files that are replaced in one step, so that a reader never sees half of one."""
+"""Files that are replaced in one step, so that a reader never sees half of one; and whether a place can be written."""
 
 import errno
 import os
+import uuid
 from pathlib import Path
 
 
@@ -26,3 +27,15 @@ def publish(path: str | Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def writable_directory(path: str | os.PathLike) -> bool:
+    """Whether files can be made in `path`, which is made when missing."""
+    probe = Path(path) / f".probe-{uuid.uuid4().hex}"
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True

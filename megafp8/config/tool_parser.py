@@ -1,12 +1,14 @@
-"""The command lines of tools: argparse whose errors are one line with a mend."""
+"""The command lines of tools: argparse whose errors are one line with a mend, and checks that many of them make."""
 
 import argparse
 import difflib
 import re
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from megafp8.config.mistakes import say_mistake
+from megafp8.config.publish import writable_directory
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -42,3 +44,18 @@ class ToolParser(argparse.ArgumentParser):
         return f"unknown flag {text}; " + (
             f"did you mean {close[0]}?" if close else "see --help for the flags there are"
         )
+
+
+def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises ValueError for the first of the named flags that has a number below `least`; None is no number."""
+    for name in names:
+        value = getattr(args, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < least:
+                raise ValueError(f"--{name.replace('_', '-')} {number}: give {least} or more")
+
+
+def check_output(path: Path | None, flag: str = "--output") -> None:
+    """Raises ValueError for a file that can't be written, before the work that it is for; its directory is made."""
+    if path is not None and (path.is_dir() or not writable_directory(path.parent)):
+        raise ValueError(f"{flag} {path}: can't write there; give another file")

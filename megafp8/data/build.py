@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megafp8.config.publish import writable_directory
 from megafp8.data.batch import MaskOptions
 from megafp8.data.blend import BlendedDataset, BlendSpec, blend_order, parse_blend
-from megafp8.data.cache import cached_arrays, writable_directory
+from megafp8.data.cache import cached_arrays
 from megafp8.data.gpt_dataset import Documents, GPTDataset
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.indices import parse_split, split_documents

@@ -45,18 +45,6 @@ def cached_arrays(
     return _load(entry)
 
 
-def writable_directory(path: str | os.PathLike) -> bool:
-    """Whether files can be made in `path`, which is made when missing."""
-    probe = Path(path) / f".probe-{uuid.uuid4().hex}"
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError:
-        return False
-    return True
-
-
 def _publish(entry: Path, description: str, arrays: dict[str, np.ndarray]) -> None:
     temporary = entry.with_name(f"{entry.name}.tmp-{uuid.uuid4().hex}")
     temporary.mkdir()

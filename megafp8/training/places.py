@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafp8.config import Config
 from megafp8.config.config import flag_of
-from megafp8.data.cache import writable_directory
+from megafp8.config.publish import writable_directory
 from megafp8.parallel import ParallelContext
 
 

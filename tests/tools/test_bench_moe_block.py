@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from bench_moe_block import RECIPES, main
 
 
@@ -12,3 +13,17 @@ def test_small_sizes_on_the_cpu(tmp_path, capsys):
     results = json.loads((tmp_path / "block.json").read_text())
     assert lines == [r["recipe"] for r in results] == list(RECIPES)
     assert all(r["ms"] > 0 and r["host_ms"] > 0 and r["parts"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--rounds", "0"), "--rounds 0: give 1 or more"),
+        (("--calls", "0"), "--calls 0: give 1 or more"),
+        (("--json", "/dev/null/x"), "--json /dev/null/x: can't write there; give another file"),
+    ],
+)
+def test_mistakes_are_one_line(argv, line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--shapes", "tiny", "--device", "cpu", *argv])
+    assert capsys.readouterr().err.partition("error: ")[2] == line + "\n"

@@ -45,8 +45,24 @@ def test_both_scopes_from_end_to_end(tmp_path, capsys):
     seen = {name for name, _, _ in results["scopes"]["layers"]["blockwise"]["host_profile"]}
     assert len(seen) == 30
     assert any("backward" in name for name in seen)
-    assert bench_step.main(["--preset", "tiny", "--device", "cpu", "--flags", "--recompute-modules nonsense"]) == 2
-    assert "recompute-modules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--flags", "--recompute-modules nonsense"), "--recompute-modules nonsense"),
+        (("--rounds", "0"), "--rounds 0: give 1 or more"),
+        (("--host-profile", "-3"), "--host-profile -3: give 0 or more"),
+        (("--seq-lengths", "2048", "0"), "--seq-lengths 0: give 1 or more"),
+        (("--png", "/dev/null/x.png"), "--png /dev/null/x.png: can't write there; give another file"),
+    ],
+)
+def test_mistakes_are_one_line(argv, line, capsys):
+    assert bench_step.main(["--preset", "tiny", "--device", "cpu", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench_step.py: error: ")
+    assert line in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("preset", bench_step.PRESETS)
@@ -285,6 +301,7 @@ def test_all_runs_go_on_after_a_failure(tmp_path, monkeypatch, capsys):
         return 0
 
     monkeypatch.setattr(bench_step, "main", fake)
+    monkeypatch.setattr(bench_step_all, "pick_device", torch.device)
     names = ["qwen3-30b-a3b", "crossover"]
     assert bench_step_all.main([str(tmp_path), "--only", *names]) == 1
     out = capsys.readouterr().out

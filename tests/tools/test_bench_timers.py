@@ -36,6 +36,19 @@ def test_the_code_is_as_before_afterwards():
     assert [getattr(owner, name) for owner, name in bench_timers.PLACES] == before
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("--rounds", "0"), "--rounds 0: give 1 or more"),
+        (("--output", "/dev/null/x"), "--output /dev/null/x: can't write there; give another file"),
+    ],
+)
+def test_mistakes_are_one_line(argv, line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_timers.main(["--size", "tiny", "--device", "cpu", *argv])
+    assert capsys.readouterr().err.partition("error: ")[2] == line + "\n"
+
+
 def test_it_runs_in_every_mode(tmp_path, capsys, monkeypatch):
     marked, begin = [], bench_timers.Timers.__call__
 
