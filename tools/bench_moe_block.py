@@ -139,7 +139,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> list[R
 def main(argv: list[str]) -> int:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["deepseek-v3"])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"],
+                        help="speed is that of the first, in each (default: %(default)s)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, help="rounds that times are medians of (default 7)")
     parser.add_argument("--calls", type=int, default=4, help="calls of a recipe a round (default 4)")
     parser.add_argument("--parts", action="store_true", help="device time by kernel")

@@ -7,12 +7,17 @@ from bench_moe_block import RECIPES, main
 
 
 def test_small_sizes_on_the_cpu(tmp_path, capsys):
-    argv = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--calls", "1", "--parts", "--recipes"]
-    assert main([*argv, *RECIPES, "--json", str(tmp_path / "block.json")]) == 0
+    argv = ["--device", "cpu", "--shapes", "tiny", "--rounds", "1", "--calls", "1"]
+    argv += ["--json", str(tmp_path / "block.json"), "--recipes"]
+    assert main([*argv, *RECIPES]) == 0
     lines = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("tiny")]
     results = json.loads((tmp_path / "block.json").read_text())
     assert lines == [r["recipe"] for r in results] == list(RECIPES)
-    assert all(r["ms"] > 0 and r["host_ms"] > 0 and r["parts"] for r in results)
+    assert all(r["ms"] > 0 and r["host_ms"] > 0 and not r["parts"] for r in results)
+    assert main([*argv, "bf16", "--parts"]) == 0
+    parts = json.loads((tmp_path / "block.json").read_text())[0]["parts"]
+    assert "aten::mm" in parts
+    assert list(parts.values()) == sorted(parts.values(), reverse=True)
 
 
 @pytest.mark.parametrize(
