@@ -55,13 +55,14 @@ class Trace:
     @torch.no_grad()
     def check(self, name: str, role: str, x: Any, phase: int, live: Tensor | None = None) -> None:
         """Notes whether a tensor is finite, where `live` (bool, None: everywhere); nothing waits for the device."""
+        place = x
         if isinstance(x, QuantizedTensor):
-            x = x.dequantize()
+            place, x = (x.rowwise or x.colwise).data, x.dequantize()  # the values are new ones at each look
         if isinstance(x, Tensor) and x.is_floating_point() and x.element_size() > 1:
             bad = ~x.isfinite()
             self._flags.append((bad if live is None else bad & live).any())
             self._labels.append((name, role, phase, self._microbatch))
-            self._addresses.append(x.data_ptr())
+            self._addresses.append(place.data_ptr())
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
