@@ -39,7 +39,7 @@ from step_report import draw, table, where_time_goes
 from step_work import Compiled, Layers, Plain, Steps
 
 from megafp8.config import Config, parse_args, with_vocab_size
-from megafp8.config.tool_parser import ToolParser, check_least, check_output
+from megafp8.config.tool_parser import ToolParser, check_least, check_output, split_flags
 from megafp8.plan.conversions import conversions, markdown
 from megafp8.plan.flops import training_flops_per_token
 from megafp8.training.build import pick_device
@@ -110,8 +110,9 @@ def config_of(args: argparse.Namespace, recipe: str, size: Size = Size()) -> Con
 
 
 def _config(args: argparse.Namespace, recipe: str, shape: str) -> Config:
-    flags = (PRESETS[args.preset], COMMON, f"--device {args.device}", RECIPES[recipe], args.flags, shape)
-    config = parse_args(shlex.split(" ".join(flags)), env={})
+    own = (PRESETS[args.preset], COMMON, f"--device {args.device}", RECIPES[recipe])
+    given = split_flags(args.flags, "--flags")
+    config = parse_args([*shlex.split(" ".join(own)), *given, *shape.split()], env={})
     return with_vocab_size(config, config.data.vocab_size + 1)
 
 

@@ -18,8 +18,8 @@ HEADS = ("static MiB", "held MiB", "wire MiB")
 
 @dataclass(frozen=True)
 class RunBytes:
-    """Of the rank that holds most. static: weights and their FP8 copies, gradients, optimizer state; held: what a
-    microbatch keeps for backward; wire: what the rank sends in an optimizer step, in rings."""
+    """Of the rank that holds most. static: weights and their FP8 copies, gradients, optimizer state, workspaces; held:
+    what a microbatch keeps for backward; wire: what the rank sends in an optimizer step, in rings."""
 
     static: int
     held: int

@@ -16,9 +16,9 @@ the base once more with another seed. Exit code 0: all with a budget are, 1: one
 
 Runs that saw other data or other learning rates than the base are named: their gap is not that of the recipes alone.
 
-With --bytes the table also says what a rank of each run holds (static: weights, FP8 copies, gradients, optimizer state;
-held: by a microbatch for backward) and sends in a step (wire), by the planner's count from the run's args.json; with
---layout "FLAGS" and --gpus N what it would in such a job:
+With --bytes the table also says what a rank of each run holds (static: weights, FP8 copies, gradients, optimizer state,
+workspaces; held: by a microbatch for backward) and sends in a step (wire), by the planner's count from the run's
+args.json, for GPUs; with --layout "FLAGS" and --gpus N what it would in such a job:
 
     tools/compare_runs.py runs/blockwise runs/weight-1d --gpus 4 \\
         --layout "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import io
 import math
-import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from pathlib import Path
 import compare_bytes
 import numpy as np
 
-from megafp8.config.tool_parser import ToolParser
+from megafp8.config.tool_parser import ToolParser, check_least, check_output, split_flags
 from megafp8.training.run_log import EVENTS_FILE, read_lines, read_metrics
 
 
@@ -263,8 +262,7 @@ def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float
     labels = args.labels or short_labels(args.runs)
     if len(labels) != len(args.runs):
         raise ValueError(f"--labels: {len(labels)} names for {len(args.runs)} runs; give one a run")
-    if args.window is not None and args.window < 1:
-        raise ValueError(f"--window {args.window}: give 1 (no smoothing) or more")
+    check_least(args, 1, "window")
     if args.max_gap is not None and not args.max_gap >= 0:
         raise ValueError(f"--max-gap {args.max_gap}: give 0 or more")
     if args.noise is not None and args.noise not in labels[1:]:
@@ -273,8 +271,8 @@ def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float
         )
     budgets = {} if args.max_gap is None else {n: args.max_gap for n in labels[1:] if n != args.noise}
     budgets |= parse_budgets(args.budgets or [], labels)
-    if args.gpus is not None and args.gpus < 1:
-        raise ValueError(f"--gpus {args.gpus}: give 1 or more")
+    check_least(args, 1, "gpus")
+    check_output(args.output)
     return [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)], budgets
 
 
@@ -282,7 +280,7 @@ def sizes_of(args: argparse.Namespace) -> list[list[str]] | None:
     """Cells of the bytes' columns, where they are asked for. Raises ValueError, in one line."""
     if not (args.bytes or args.layout or args.gpus):
         return None
-    layout = shlex.split(args.layout or "")
+    layout = split_flags(args.layout or "", "--layout")
     configs = [compare_bytes.arranged(path, layout, args.gpus) for path in args.runs]
     return [compare_bytes.run_bytes(config).cells for config in configs]
 

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import itertools
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +23,8 @@ class ToolParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "required" in message and (flag := self._misspelt()):  # that one may be why the other is missing
             message = f"unrecognized arguments: {flag}"
+        if missing := re.match(r"argument (--\S+): expected one argument", message):
+            message += self._dashed(missing[1])
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown:
             message = self._unknown(unknown[1].split("=")[0])
@@ -28,6 +32,13 @@ class ToolParser(argparse.ArgumentParser):
             message += f"; {self.prog} --help explains them"
         say_mistake(f"{self.prog}: error: {message.removeprefix('argument ')}")
         self.exit(2)
+
+    def _dashed(self, flag: str) -> str:
+        """How to give a text of flags, which argparse takes for one more flag where it has no space."""
+        action = self._option_string_actions.get(flag)
+        value = next((after for name, after in itertools.pairwise(self._given) if name == flag), "")
+        written = action is not None and action.type is None and value.startswith("--")
+        return f"; write {flag}={value}" if written else ""
 
     def _misspelt(self) -> str | None:
         """The first flag on the command line that is none of ours."""
@@ -53,6 +64,14 @@ def check_least(args: argparse.Namespace, least: int, *names: str) -> None:
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number < least:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: give {least} or more")
+
+
+def split_flags(text: str, flag: str) -> list[str]:
+    """Training flags that a tool takes as one string, as a shell would split them. Raises ValueError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: {error}") from None
 
 
 def check_output(path: Path | None, flag: str = "--output") -> None:

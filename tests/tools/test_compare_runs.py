@@ -259,10 +259,23 @@ def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
     assert alone["fc1-fp8"][1] < alone["blockwise"][1] < alone["bf16"][1]
     assert apart["blockwise"][2] < apart["bf16"][2]
     (tmp_path / "bf16" / "args.json").unlink()
-    for wrong, words in (([*argv, "--bytes"], "args.json: not there"), ([*argv[1:], "--gpus", "0"], "--gpus 0")):
+    rest = argv[1:]
+    for wrong, words in (
+        ([*argv, "--bytes"], "args.json: not there"),
+        ([*rest, "--gpus", "0"], "--gpus 0: give 1 or more"),
+        ([*rest, "--layout", "--swiglu '"], "--layout --swiglu ': No closing quotation"),
+        ([*rest, "--bytes", "--output", str(tmp_path)], "can't write there; give another file"),
+    ):
         assert compare_runs.main(wrong) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+
+
+def test_a_layout_of_one_flag_is_told_how_to_be_written(capsys):
+    for value, mend in (("--swiglu", "; write --layout=--swiglu"), ("--gpus", "; write --layout=--gpus"), ("", "")):
+        with pytest.raises(SystemExit, match="2"):
+            compare_runs.main(["run", "--layout", *filter(None, [value])])
+        assert capsys.readouterr().err.endswith(f"error: --layout: expected one argument{mend}\n")
 
 
 def rows_of(capsys):
