@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -79,9 +79,6 @@ class ParamSpec:
     def numel(self) -> int:
         """Elements of the logical global tensor."""
         return math.prod(self.shape)
-
-    def with_local(self, box: Box, local_shape: tuple[int, ...]) -> ParamSpec:
-        return replace(self, box=box, local_shape=local_shape)
 
 
 def attach_spec(param: nn.Parameter, spec: ParamSpec) -> nn.Parameter:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.fp8.wgrad import put
+from megafp8.fp8.wgrad import deliver, put
 from megafp8.step import StepContext
 
 
@@ -29,7 +29,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, sink = ctx.weight, ctx.step.grads
+        weight = ctx.weight
         if _exact_in_bf16(x, weight, ctx.dtype):
             parts = three_parts(grad_output)
             dx = parts @ weight.repeat(3, 1)
@@ -37,11 +37,7 @@ class Logits(torch.autograd.Function):
         else:
             dx = (grad_output @ weight.to(ctx.dtype)).to(x.dtype)
             dw = grad_output.t() @ x.to(ctx.dtype)
-        if sink is None:
-            return dx, dw.to(weight.dtype), None, None
-        put(dw, *sink.target(weight))
-        sink.ready(weight)
-        return dx, None, None, None
+        return dx, deliver(weight, lambda out, adds: put(dw, out, adds), ctx.step), None, None
 
 
 def _exact_in_bf16(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
