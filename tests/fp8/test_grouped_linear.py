@@ -164,6 +164,27 @@ def test_without_a_sink_gradients_are_returned():
     assert torch.equal(made[1].weight.grad, torch.zeros_like(made[1].weight))
 
 
+@pytest.mark.parametrize("fresh", [{1}, {0, 3}, set(range(len(COUNTS)))], ids=["empty", "some", "all"])
+@pytest.mark.parametrize("adjacent", [True, False])
+@pytest.mark.parametrize("name", ["none", "blockwise", "tensorwise"])
+def test_a_first_gradient_is_written_whatever_the_others_of_the_stack_have(name, adjacent, fresh):
+    """fresh: the weights that have no gradient of this step yet; their buffers hold NaN."""
+    recipe, found = RECIPES[name], []
+    room, alignment = filled(recipe)
+    for content, adds in ((torch.nan, lambda g: g not in fresh), (0.0, lambda g: True)):
+        made = linears(recipe)
+        sink = Sink(made, adjacent)
+        for g in fresh:
+            sink.buffers[g].fill_(content)
+        sink.target = lambda param, sink=sink, adds=adds: (sink.buffer(param), adds(sink.of[id(param)]))
+        y = GroupedLinear(made)(
+            rows(recipe, 1, IN), torch.tensor(room).cumsum(0).int(), StepContext(grads=sink), alignment=alignment
+        )
+        y.backward(rows(recipe, 2, OUT))
+        found.append(torch.stack(sink.buffers))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8", "1d weights"])
 def test_copies_follow_each_weight(name):
     """CASES 04, 05: one weight is written; the next forward and backward use it, and the others' bytes stay."""
