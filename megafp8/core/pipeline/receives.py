@@ -10,6 +10,8 @@ stages: the last one awaits the next hidden states before it makes the gradient 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megafp8.core.pipeline.p2p import Message
 from megafp8.core.pipeline.schedules import Action, Kind, Schedule
 
@@ -47,6 +49,7 @@ def one_ahead(schedule: Schedule, rank: int) -> Plan:
     return tuple(plan)
 
 
+@lru_cache(maxsize=4)
 def once_sent(schedule: Schedule, rank: int) -> Plan:
     """A message is posted before the first action that its receiver starts after it was sent, if all ranks keep step.
 

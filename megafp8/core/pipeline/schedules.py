@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 GPIPE, ONE_F_ONE_B, ZERO_BUBBLE = SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
 
@@ -37,9 +38,10 @@ class Action:
         return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """actions: of each rank, in order. Made by `build_schedule` or `forward_only`."""
+    """actions: of each rank, in order. Made by `build_schedule` or `forward_only`, which give one object step after
+    step: a large job's lists take tens of milliseconds."""
 
     name: str
     ranks: int
@@ -60,6 +62,7 @@ class Schedule:
         return chunk * self.ranks + rank
 
 
+@lru_cache(maxsize=4)
 def build_schedule(name: str, ranks: int, chunks: int, microbatches: int, *, group: int | None = None) -> Schedule:
     """The training schedule `name`, one of SCHEDULES; with several chunks a rank it is interleaved.
 
@@ -88,6 +91,7 @@ def rank_actions(
     return tuple(_alternating(rank, ranks, chunks, microbatches, size, name == ZERO_BUBBLE))
 
 
+@lru_cache(maxsize=4)
 def forward_only(ranks: int, chunks: int, microbatches: int) -> Schedule:
     """Evaluation: each microbatch through all chunks, `ranks` microbatches at a time."""
     order = tuple(Action(Kind.FORWARD, c, m) for c, m in _rounds(chunks, microbatches, ranks, forward=True))

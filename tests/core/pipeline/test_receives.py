@@ -90,6 +90,14 @@ def test_a_schedule_that_stands_still_has_no_plan():
         once_sent(Schedule("wrong", 2, 1, 1, lists), 0)
 
 
+def test_plans_are_made_once_for_all_steps():
+    first, again = (build_schedule("1f1b", 4, 2, 8, group=None) for _ in range(2))
+    assert first is again
+    assert build_schedule("1f1b", 4, 2, 9, group=None) is not first
+    assert once_sent(first, 1) is once_sent(again, 1)
+    assert once_sent(first, 2) != once_sent(first, 1)
+
+
 def collective(comm, what, like=4):
     return Post(comm, (0, 1), (Side(what, None, like),))
 
