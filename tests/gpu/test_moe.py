@@ -16,6 +16,7 @@ from megafp8.fp8.policy import Policy
 from megafp8.step import StepContext
 from tests.core.families import DEEPSEEK
 from tests.core.helpers import Sink, randomize, relative_error
+from tests.core.moe.test_one_by_one import as_spread_and_after
 from tests.fp8 import test_grouped_linear as cases
 from tests.gpu.waiting import no_waiting
 
@@ -118,6 +119,13 @@ def test_layer_is_near_the_cpu(name):
     for expected, got in zip(*results, strict=True):
         # A tensor's scale moves with its amax, and with it the rounding of every element: in E5M2 gradients the most.
         assert relative_error(got.cpu(), expected) < (0.15 if name in ("tensorwise", "delayed") else 2e-2)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_gradients_quantized_as_they_are_spread(recipe):
+    """By one kernel, or row by row copied and then quantized: the same bits, of every gradient of the layer."""
+    one, other = as_spread_and_after(recipe, "cuda", 8192)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("name", RECIPES)
