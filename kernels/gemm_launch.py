@@ -88,8 +88,8 @@ class HopperConfig:
 
 LARGE = HopperConfig(rows=128, stages=3, buffers=4)  # 256 x 128 tiles
 SMALL = HopperConfig(rows=64, stages=3)  # 128 x 128 tiles, two K blocks a stage
-ADDING = HopperConfig(rows=128, stages=3, buffers=2)  # the same for FP32 results, which TMA writes or adds
-FAST = HopperConfig(rows=128, stages=4)  # the same, and nothing to promote meanwhile
+ADDING = HopperConfig(rows=128, stages=3, buffers=2)  # 256 x 128 tiles of FP32 results, which TMA writes or adds
+FAST = HopperConfig(rows=128, stages=4)  # 256 x 128 tiles, and nothing to promote meanwhile
 SMALL_COST = 1.07  # time of a 256 x 128 tile's work in two small ones
 DEEP = 2048  # where a contraction as long as this hides that TMA adds to C
 
