@@ -6,7 +6,7 @@
 #   bash examples/regression.sh report                 table, verdict (exit code) and page of all runs that are there
 #   bash examples/regression.sh flags blockwise        what makes a run what it is
 #
-# Runs may be made in several sessions and on several machines: copy their directories together (without checkpoints)
+# Runs may be made one after the other and on several machines: copy their directories together (without checkpoints)
 # before the report. They must have read the same corpus: its digest is in each run's corpus.log, and the report names
 # runs that read other documents.
 #

@@ -23,6 +23,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megafp8.config.publish import writable_directory
+from megafp8.config.tool_parser import ToolParser, check_least
+
 WORKER = Path(__file__).resolve().parent / "selftest_worker.py"
 PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
 ALONE = ("collectives", "speed")
@@ -202,7 +205,7 @@ class Selftest:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=2, help="processes (default 2)")
@@ -213,6 +216,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check-seconds", type=float, default=60.0, help="longest time of a check (default 60)")
     parser.add_argument("--seconds", type=float, help="longest time of all; what has not run by then is a failure")
     args = parser.parse_args(argv)
+    try:
+        check_least(args, 1, "gpus", "jobs", "elements", "check_seconds", "seconds")
+    except ValueError as error:
+        parser.error(str(error))
+    if not writable_directory(args.folder):
+        parser.error(f"{args.folder}: can't write there; give another directory")
     args.recipes = [recipe for recipe in RECIPES if recipe in args.recipes]
     args.parts = [part for part in PARTS if part in args.parts]
     return Selftest(args).main()

@@ -158,3 +158,18 @@ def test_two_processes_on_the_cpu(tmp_path):
     rows = json.loads((tmp_path / "selftest.json").read_text())["rows"]
     assert all(row["passed"] for row in rows)
     assert len(rows) > 30
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("DIR", "--jobs", "0"), "--jobs 0: give 1 or more"),
+        (("DIR", "--gpus", "0"), "--gpus 0: give 1 or more"),
+        (("/dev/null/x",), "/dev/null/x: can't write there; give another directory"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_starts(argv, line, capsys, monkeypatch):
+    monkeypatch.setattr(selftest_nccl, "Selftest", lambda args: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit, match="2"):
+        selftest_nccl.main([*argv])
+    assert capsys.readouterr().err.partition("error: ")[2] == line + "\n"
