@@ -32,6 +32,7 @@ from bench_timing import between, kernels, mark, milliseconds, wait
 from torch import Tensor
 
 from megafp8.config.model import ModelConfig
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.experts import ExpertRows, Experts
 from megafp8.core.moe.permutation import spread
@@ -42,6 +43,7 @@ from megafp8.fp8.primary import PrimaryBytes, orientations
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.params import GradSink
 from megafp8.step import StepContext
+from megafp8.training.build import pick_device
 
 RECIPES = ("bf16", "blockwise", "tensorwise", "mxfp8")
 
@@ -277,19 +279,27 @@ class Wire:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--ffn", type=int, default=2048)
-    parser.add_argument("--experts", type=int, default=8)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=7168, help="(default: %(default)s)")
+    parser.add_argument("--ffn", type=int, default=2048, help="an expert's width (default: %(default)s)")
+    parser.add_argument("--experts", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=32768, help="routed tokens of all experts")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise"])
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise"],
+                        help="speed and bytes are against the first (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=20, help="runs that a time is of (default: %(default)s)")
     parser.add_argument("--fresh-weights", action="store_true", help="weights have changed before every run")
     parser.add_argument("--parts", action="store_true", help="device time by kernel")
     parser.add_argument("--wire", action="store_true", help="times of rows before and after they travel, instead")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        check_least(args, 1, "hidden", "ffn", "experts", "rows", "repeats")
+        check_output(args.json, "--json")
+        args.device = pick_device(args.device).type
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def write(args: argparse.Namespace, results: list[Result] | list[WireResult]) -> None:

@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from megafp8.config import Config
 from megafp8.config.parse import build_config
+from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer.core_attention import Sequences
@@ -49,6 +50,7 @@ from megafp8.params import GradSink, initial_value, named_specs
 from megafp8.plan.layer_activations import LayerPlan, Sizes
 from megafp8.plan.shapes import LayerShape
 from megafp8.step import StepContext
+from megafp8.training.build import pick_device
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,7 @@ def table(results: list[Result]) -> Iterator[str]:
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["deepseek-v3"])
     names = ", ".join(repr(name) for name in VARIANTS)
     about = f"of {names}; the first is what others are compared with (default: all)"
@@ -341,10 +343,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--ep", type=int, help="ranks that share the experts (default: by shape, 8 experts a rank or so)"
     )
     parser.add_argument("--repeats", type=int, default=10, help="runs that a time is the median of; 0: no times")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        check_least(args, 1, "tokens", "ep")
+        check_least(args, 0, "repeats")
+        check_output(args.json, "--json")
+        check_output(args.png, "--png")
+        args.device = pick_device(args.device).type
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def main(argv: list[str]) -> int:

@@ -2,6 +2,8 @@
 
 import json
 
+import bench_moe_memory
+import pytest
 from bench_moe import main, uneven
 
 
@@ -31,3 +33,14 @@ def test_what_travelling_costs(tmp_path, capsys):
     for result in results:
         assert result["saved"] == 64 * (256 - 256 // 32)  # a byte a value, and four of scale for 128
         assert len(result["fp8_parts"]) > len(result["bf16_parts"]) > 0
+
+
+@pytest.mark.parametrize("tool", [main, bench_moe_memory.main], ids=["bench_moe", "bench_moe_memory"])
+def test_mistakes_are_one_line(tool, capsys):
+    for argv, line in (
+        (["--repeats", "-1"], f"--repeats -1: give {int(tool is main)} or more"),
+        (["--json", "/dev/null/x"], "--json /dev/null/x: can't write there; give another file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            tool(["--device", "cpu", *argv])
+        assert capsys.readouterr().err.partition("error: ")[2] == line + "\n"
