@@ -134,6 +134,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    colors = pyplot.colormaps["tab20"].colors  # there are more classes than the ten usual colors
     scopes = {scope: rows for scope, rows in results["scopes"].items() if any("breakdown" in r for r in rows.values())}
     figure, axes = pyplot.subplots(1, max(len(scopes), 1), figsize=(8 * max(len(scopes), 1), 5), squeeze=False)
     for axis, (scope, rows) in zip(axes[0], scopes.items(), strict=False):
@@ -143,7 +144,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             heights = [row["breakdown"].get(kind, {"ms": 0.0})["ms"] for row in rows.values()]
             if not any(heights):
                 continue
-            color = {"idle": "lightgray", "communication": "black"}.get(kind, f"C{number}")
+            color = {"idle": "lightgray", "communication": "black"}.get(kind, colors[number])
             axis.bar(list(rows), heights, bottom=list(bottom.values()), label=kind, color=color)
             bottom = {name: low + height for (name, low), height in zip(bottom.items(), heights, strict=True)}
         axis.set(title=f"{results['preset']}, {scope}", ylabel="ms")
