@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megafp8.fp8.wgrad import put
 from megafp8.optimizer.layout import Bucket, BufferLayout, Entry, Group, Shard
 from megafp8.parallel import Axis, Pending
 from megafp8.params import ParamSpec, spec_of
@@ -207,8 +208,7 @@ class GradBuffers:
     def _take_autograd_grad(self, param: Tensor) -> None:
         if param.grad is None:  # autograd also calls the hook when a function has kept the gradient to itself
             return
-        view, adds = self.target(param)
-        view.add_(param.grad) if adds else view.copy_(param.grad)
+        put(param.grad, *self.target(param))
         param.grad = None
         self.ready(param)
 

@@ -11,6 +11,18 @@ BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --seq-length 32 --lr 1e-3 "
     "--train-iters 5 --tokenizer-type ByteTokenizer --mock-data"
 )
+# The same as values.
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "micro_batch_size": 2,
+    "seq_length": 32,
+    "lr": 1e-3,
+    "train_iters": 5,
+    "tokenizer_type": "ByteTokenizer",
+    "mock_data": True,
+}
 
 
 @pytest.fixture

@@ -8,18 +8,7 @@ from megafp8.config import build_config
 from megafp8.config.config import GROUPS, field_table, flag_of, group_of, has_flag
 from megafp8.config.flags import spec_of, value_type
 from megafp8.config.validate.limits import ABOVE_ZERO, AT_LEAST, AT_MOST, BELOW_ONE, REQUIRED
-
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "micro_batch_size": 2,
-    "seq_length": 32,
-    "lr": 1e-3,
-    "train_iters": 5,
-    "tokenizer_type": "ByteTokenizer",
-    "mock_data": True,
-}
+from tests.config.conftest import SMALL
 
 
 @pytest.mark.parametrize("name", REQUIRED)

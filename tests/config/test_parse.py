@@ -7,18 +7,7 @@ import pytest
 
 from megafp8.config import Config, build_config, diff, parse_args
 from megafp8.config.config import field_table, flag_of, has_flag
-
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "micro_batch_size": 2,
-    "seq_length": 32,
-    "lr": 1e-3,
-    "train_iters": 5,
-    "tokenizer_type": "ByteTokenizer",
-    "mock_data": True,
-}
+from tests.config.conftest import SMALL
 
 
 def write(path, content):
