@@ -9,7 +9,8 @@
 # Fails when FP8's training or validation loss is further from BF16's than another seed is, plus 0.25%.
 #
 #   EXTRA="--train-iters 20 ..."   overrides flags
-#   AT_ONCE=1                      three runs at once, over as many GPUs as there are; on one they fill each other's gaps
+#   FP8_SEEDS="1 2"                FP8 with these seeds (default: 1), each judged
+#   AT_ONCE=1                      all runs at once, over as many GPUs as there are; on one they fill each other's gaps
 #   MIB=200, VOCAB=8192            text, and vocabulary
 #   STEP=data                      stops after the data
 set -euo pipefail
@@ -67,14 +68,19 @@ start() { # start NAME FLAG...: train, or with AT_ONCE=1 begin to
     fi
 }
 
-say "2/3 three runs"
-[ -z "${AT_ONCE:-}" ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 2) / 3))} # they share the cores, too
+say "2/3 runs"
+read -ra seeds <<< "${FP8_SEEDS:-1}"
+[ -z "${AT_ONCE:-}" ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((($(nproc) + 2) / (2 + ${#seeds[@]})))} # they share the cores, too
 gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null || true)}
 read -ra gpus <<< "$(tr '\n,' '  ' <<< "$gpus")"
 running=() gpus=("${gpus[@]:-}") # without a GPU: none to see
 start bf16 --seed 1
 start bf16_again --seed 2
-start fp8 --seed 1 --fp8-format e4m3 --fp8-recipe blockwise
+fp8=() labels=() budgets=()
+for seed in "${seeds[@]}"; do
+    start "fp8_$seed" --seed "$seed" --fp8-format e4m3 --fp8-recipe blockwise
+    fp8+=("$run/fp8_$seed") labels+=("FP8, seed $seed") budgets+=("FP8, seed $seed=0.0025")
+done
 failed=0
 for one in ${running[@]+"${running[@]}"}; do
     wait "${one#*:}" || failed=1
@@ -84,5 +90,5 @@ done
 [ "$failed" = 0 ] || exit 1
 
 say "3/3 comparison"
-python tools/compare_runs.py "$run/bf16" "$run/bf16_again" "$run/fp8" --labels "BF16, seed 1" "BF16, seed 2" "FP8, seed 1" \
-    --noise "BF16, seed 2" --budgets "FP8, seed 1=0.0025" --output "$run/loss.png"
+python tools/compare_runs.py "$run/bf16" "$run/bf16_again" "${fp8[@]}" --labels "BF16, seed 1" "BF16, seed 2" "${labels[@]}" \
+    --noise "BF16, seed 2" --budgets "${budgets[@]}" --output "$run/loss.png"
