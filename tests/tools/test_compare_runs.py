@@ -143,6 +143,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys):
     [
         (["--output", "OUT/file/x.png"], "--output"),
         (["--output", "OUT/x.xyz"], "--output"),
+        (["--output", "OUT/x"], "--output"),
         (["--max-gap", "nan"], "--max-gap"),
     ],
 )
