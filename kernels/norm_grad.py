@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .quantize_configs import multiprocessors
 
 _PROGRAMS = 4
@@ -74,11 +75,25 @@ def rms_norm_grad(
         return dx, torch.zeros_like(weight)
     programs = min(T, _PROGRAMS * multiprocessors(x.device))
     partial = torch.empty(programs, H, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(H)
-    norm_grad_kernel[(programs,)](
-        dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0),
-        beside.stride(0) if beside is not None else 0, H=H, WEIGHT_OFFSET=weight_offset, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)))  # fmt: skip
+    facts = programs, T, H, dy.stride(0), x.stride(0), beside.stride(0) if beside is not None else 0, weight_offset
+    launch(norm_grad_kernel, facts, (dy, x, weight, rstd, beside, dx, partial), lambda: _grad_arguments(
+        dy, x, weight, rstd, beside, dx, partial, weight_offset
+    ))  # fmt: skip
     dw = torch.empty_like(weight)
-    sum_rows_kernel[(triton.cdiv(H, 32),)](partial, dw, programs, H, BLOCK_R=64, BLOCK=32, num_warps=4)
+    launch(sum_rows_kernel, (programs, H), (partial, dw), lambda: (
+        (triton.cdiv(H, 32),), (partial, dw, programs, H), {"BLOCK_R": 64, "BLOCK": 32, "num_warps": 4}
+    ))  # fmt: skip
     return dx, dw
+
+
+def _grad_arguments(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, beside: Tensor | None, dx: Tensor, partial: Tensor,
+    weight_offset: float,
+) -> tuple:  # fmt: skip
+    (T, H), block = x.shape, triton.next_power_of_2(x.shape[1])
+    beside_stride = beside.stride(0) if beside is not None else 0
+    return (
+        (partial.shape[0],),
+        (dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0), beside_stride),
+        {"H": H, "WEIGHT_OFFSET": weight_offset, "BLOCK": block, "num_warps": max(1, min(16, block // 512))},
+    )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import launch
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
@@ -145,6 +146,11 @@ class _Gated(NamedTuple):
     def features(self) -> int:
         return self.data.shape[1] // 2
 
+    @property
+    def facts(self) -> tuple:
+        scales = self.scale_inv
+        return self.data.shape, self.data.stride(0), scales is not None and (scales.shape, scales.stride()), self.dtype
+
     def arguments(self) -> tuple:
         scale = pointers((self.data, self.scale_inv))[1] if self.scale_inv is not None else None
         return self.data, scale, self.data.stride(0), *(self.scale_inv.stride() if scale is not None else (0, 0))
@@ -162,17 +168,23 @@ def _swiglu_amax(gated: _Gated, weights: Tensor | None, record: Tensor) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu amax")
     if T and F:
-        swiglu_amax_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, record, T, F, EVEN=config.even(T, F), **gated.options(), **config.options())
+        launch(swiglu_amax_kernel, (config, gated.facts), (gated.data, gated.scale_inv, weights, record), lambda: (
+            config.grid(T, F, gated.data.device),
+            (*gated.arguments(), weights, record, T, F),
+            {"EVEN": config.even(T, F), **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad_amax(gated: _Gated, dy: Tensor, weights: Tensor | None, record: Tensor) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu gradient amax")
     if T and F:
-        swiglu_grad_amax_kernel[config.grid(T, F, dy.device)](
-            dy, *gated.arguments(), weights, record, T, F, dy.stride(0), EVEN=config.even(T, F), **gated.options(),
-            **config.options())
+        tensors = dy, gated.data, gated.scale_inv, weights, record
+        launch(swiglu_grad_amax_kernel, (config, gated.facts, dy.stride(0)), tensors, lambda: (
+            config.grid(T, F, dy.device),
+            (dy, *gated.arguments(), weights, record, T, F, dy.stride(0)),
+            {"EVEN": config.even(T, F), **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored | None, col: Stored | None,
@@ -182,11 +194,17 @@ def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored
     if not col and (keep is not None or spec.tile.kind == "tensor" or not config.even(T, F)):
         config = chosen("swiglu rows, plain")
     if T and F:
-        swiglu_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
-            scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
-            tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F), ROWS=config.rows,
-            KEEP_SPEC=_spec_or_none(x_spec)["SPEC"], **gated.options(), **_spec_or_none(spec), **config.options())
+        copies = keep or (None, None), row or (None, None), col or (None, None)
+        facts = spec, x_spec, config, gated.facts, scale_ld(keep), scale_ld(row), scale_ld(col)
+        tensors = gated.data, gated.scale_inv, weights, y, *copies[0], *copies[1], *copies[2], *scaling
+        launch(swiglu_kernel, facts, tensors, lambda: (
+            config.grid(T, F, gated.data.device),
+            (*gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
+             scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
+             tile_epsilon(spec) if spec is not None else 0.0),
+            {"EVEN": config.even(T, F), "ROWS": config.rows, "KEEP_SPEC": _spec_or_none(x_spec)["SPEC"],
+             **gated.options(), **_spec_or_none(spec), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -200,12 +218,18 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
     if weights is not None:
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
     if T and F:
-        swiglu_grad_kernel[config.grid(T, F, dy.device)](
-            dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
-            *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
-            tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
-            EVEN=config.even(T, F), **gated.options(), **_spec_or_none(spec),
-            Y_SPEC=_spec_or_none(y_spec)["SPEC"], ROWS=config.rows, **config.options())
+        copies = row or (None, None), col or (None, None), y_col or (None, None)
+        facts = spec, y_spec, config, gated.facts, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col)
+        tensors = (dy, gated.data, gated.scale_inv, weights, partials, dx, *copies[0], *copies[1], *scaling, *copies[2],
+                   *y_scaling[:2])
+        launch(swiglu_grad_kernel, facts, tensors, lambda: (
+            config.grid(T, F, dy.device),
+            (dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
+             *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
+             tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0),
+            {"EVEN": config.even(T, F), **gated.options(), **_spec_or_none(spec),
+             "Y_SPEC": _spec_or_none(y_spec)["SPEC"], "ROWS": config.rows, **config.options()},
+        ))  # fmt: skip
     return partials.sum(0) if partials is not None else None
 
 
