@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
@@ -39,6 +40,7 @@ from .quantize_device import (
 )
 from .quantize_emit import emit, emit_part, emit_rest, record_amax, tensor_scale
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -272,7 +274,7 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
 def rms_norm_amax(x: Tensor, weight: Tensor, *, eps: float = 1e-5, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(rstd FP32 [T], amax FP32 [1] of RMSNorm's output): what `rms_norm_quantize` takes once ranks have shared it."""
     _check(x, weight)
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    amax = zeros(1, torch.float32, x.device)
     rstd = _norm_rows(x, weight, None, None, None, TensorScaling(record=amax), eps=eps, weight_offset=weight_offset)
     return rstd, amax
 
@@ -325,7 +327,8 @@ def _norm_both(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
     config, rows = chosen("norm both"), norm_rows_config(H)
     if not T:
         return rstd
-    done = torch.zeros(-(-T // config.block_m), dtype=torch.int32, device=x.device)
+    counters = triton.next_power_of_2(-(-T // config.block_m))  # one kind for many sizes
+    done = zeros(counters, torch.int32, x.device)
     facts = spec, config, rows, T, H, x.stride(0), scale_ld(row), scale_ld(col), eps, weight_offset
     tensors = x, weight, rstd, done, y, *(row or (None, None)), *col, scaling.scale, scaling.record
 

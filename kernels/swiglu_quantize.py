@@ -18,6 +18,7 @@ from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spe
 from .quantize_configs import chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 from .swiglu_kernels import swiglu_amax_kernel, swiglu_grad_amax_kernel, swiglu_grad_kernel, swiglu_kernel
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -76,7 +77,7 @@ def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = 
 def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """FP32 [1]: amax of SwiGLU's output, for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_amax", x, dtype)
-    amax = torch.zeros(1, dtype=torch.float32, device=gated.data.device)
+    amax = zeros(1, torch.float32, gated.data.device)
     _swiglu_amax(gated, weights, amax)
     return amax
 
@@ -116,7 +117,7 @@ def swiglu_grad_amax(dy: Tensor, x: Tensor | Stored, *, weights: Tensor | None =
     """FP32 [1]: amax of d(fc1 output), for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_grad_amax", x, dy.dtype)
     _check_grad(gated, dy, None, None, None)
-    amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
+    amax = zeros(1, torch.float32, dy.device)
     _swiglu_grad_amax(gated, dy, weights, amax)
     return amax
 

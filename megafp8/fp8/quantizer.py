@@ -65,8 +65,8 @@ class Quantizer:
         amax, amax_colwise: FP32, in the shape of `amax(x, orientation)`, instead of this tensor's own. Tensor and
             2D tiles use `amax` for both orientations.
         scale: FP32, one element, instead of one from an amax; tensor tiles only.
-        amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; tensor tiles without another
-            amax or a scale only.
+        amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; with `scale` it is only ever
+            raised to it, as a history's slot is. Tensor tiles without another amax only.
         Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
         """
         _check(x)
@@ -76,7 +76,8 @@ class Quantizer:
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
         kernels, more = _backend(x.device, self.spec), {}
         if amax_out is not None and kernels is reference:
-            amax = amax_out.copy_(self.amax(x))
+            amax = self.amax(x)
+            amax = amax_out.copy_(amax) if scale is None else amax_out.copy_(torch.maximum(amax_out, amax))
         elif amax_out is not None:
             more = {"amax_out": amax_out}
         pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)
