@@ -171,9 +171,8 @@ def test_grouped_gemms_follow_their_groups(kind, looks):
     if kind == "tensorwise":
         x_scale, w_scale = x_scale.repeat(groups), w_scale.view(groups)
     run = getattr(grouped_gemm, f"grouped_gemm_{kind}")
-    ends = [
-        torch.tensor(ends, dtype=torch.int32, device=CUDA) for ends in ([100, 200, 300], [0, 300, 300], [17, 60, 300])
-    ]
+    ends = torch.tensor([[100, 200, 300], [0, 300, 300], [17, 60, 300]], dtype=torch.int32, device=CUDA)
+    ends = [row.clone() for row in ends]
     for some in ends[1:]:
         repeats(run, (x, w, x_scale, w_scale, ends[0]), (x, w, x_scale, w_scale, some), looks)
 
