@@ -169,13 +169,18 @@ class Repeat(NamedTuple):
 repeats: dict[tuple, Repeat] = {}
 
 
-def launch(problem: Problem, backend: str | None = None) -> None:
-    """Runs a problem. backend: "gluon", "tl", or None for the one that suits the device."""
+def repeated(problem: Problem, backend: str | None = None) -> bool:
+    """Runs a problem if one of its kind has been run, and so checked, before; False: it has not."""
     key = _facts(problem, backend)
     repeat = repeats.get(key)
     if repeat is not None:
         repeat(problem, key[0])
-        return
+    return repeat is not None
+
+
+def launch(problem: Problem, backend: str | None = None) -> None:
+    """Runs a problem. backend: "gluon", "tl", or None for the one that suits the device."""
+    key = _facts(problem, backend)
     if is_empty(problem):
         return
     whole = regrouped(problem)

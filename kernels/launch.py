@@ -83,5 +83,5 @@ def start(compiled: CompiledKernel, grid: tuple[int, int, int], device: int, arg
 
 def _watched() -> bool:
     """Whether a profiler of Triton's wants to be told of launches."""
-    runtime = knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -119,7 +119,7 @@ class Measured(NamedTuple):
     amax: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Remade:
     """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again.
 

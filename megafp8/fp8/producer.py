@@ -27,9 +27,10 @@ from megafp8.fp8.storage import Quantized
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone.
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. Not changed
+    once it is built.
 
     Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
     which is raised to the value's. record: what the consumer does with that.
