@@ -4,7 +4,7 @@
 
 qkv lies as in `rope`. FP32 inside; y is rounded in between, so that it makes no difference whether the two happen in
 one kernel or in two. Backward reads qkv again and keeps nothing but it: rstd costs a sum over values that are there
-anyway. Each program sums the gradients of the two weights over its tokens; `norm_grad.sum_rows_kernel` adds these sums
+anyway. Each program sums the gradients of the two weights over its tokens; `norm_grad.sum_parts` adds these sums
 in one order.
 """
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .norm_grad import sum_rows_kernel
+from .norm_grad import sum_parts
 from .quantize_configs import multiprocessors
 
 _HEADS = 16
@@ -171,7 +171,5 @@ def norm_heads_grad(
     norm_heads_grad_kernel[(programs,)](
         qkv, dq, dk, dv, *weights, cos, sin, out, partial, tokens, groups, qkv.stride(0), *strides, eps,
         N=heads // groups, HALF=channels // 2, HEADS=_HEADS, OFFSET=offset, num_warps=4)  # fmt: skip
-    dw = torch.empty(2 * channels, dtype=weights[0].dtype, device=qkv.device)
-    sum_rows_kernel[(triton.cdiv(2 * channels, 32),)](partial, dw, programs, 2 * channels, BLOCK_R=64, BLOCK=32,
-                                                    num_warps=4)  # fmt: skip
+    dw = sum_parts(partial, weights[0].dtype)
     return out, dw[:channels], dw[channels:]

@@ -20,7 +20,7 @@ _pools: dict[tuple, Iterator[Tensor]] = {}
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`[count]` zeros for what runs on the current stream, which nobody else has or will have."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a replay must fill them again
         return torch.zeros(count, dtype=dtype, device=device)
     key = count, dtype, device.index, driver.active.get_current_stream(device.index)
     pool = _pools.get(key, iter(()))

@@ -66,7 +66,11 @@ class _Norms:
 
     @staticmethod
     def rms_norm_grad(grad, x, weight, rstd, **options):
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), torch.empty(1, x.shape[1])
+
+    @staticmethod
+    def sum_parts(parts, dtype, out=None, adds=False):
+        return torch.empty(parts.shape[1], dtype=dtype) if out is None else out
 
 
 class _SwiGLU:

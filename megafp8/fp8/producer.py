@@ -23,6 +23,7 @@ from megafp8.fp8 import backend
 from megafp8.fp8.formats import OperandSpec
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized
+from megafp8.fp8.wgrad import Run
 
 Tensors = tuple[Tensor, ...]
 
@@ -83,11 +84,12 @@ class Want:
 
 
 class Gradients(NamedTuple):
-    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none;
-    value: the producer's value once more, if it was asked for, quantized where that was wanted."""
+    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none, those
+    of parameters still to be computed, where they belong; value: the producer's value once more, if it was asked for,
+    quantized where that was wanted."""
 
     x: Tensor | Quantized
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | Run | None, ...]
     value: Tensor | Quantized | None
 
 

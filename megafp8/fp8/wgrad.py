@@ -11,6 +11,8 @@ from torch import Tensor
 from megafp8.step import StepContext
 
 Run = Callable[[Tensor | None, bool], Tensor]
+"""Computes a gradient: by itself (None, ...), or in the FP32 tensor that it is given, added to what is there (True) or
+written over it (False)."""
 
 
 class Wgrad(NamedTuple):

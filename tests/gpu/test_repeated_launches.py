@@ -101,7 +101,9 @@ def test_norm_and_its_gradient(name, shape, layout, looks):
     def both(x, dy):
         made = norm_quantize.rms_norm_quantize(x, weight, spec, colwise=True)
         row = norm_quantize.rms_norm_quantize(x, weight, spec)
-        grads = norm_grad.rms_norm_grad(dy, x, weight, made.rstd, beside=dy)
+        dx, parts = norm_grad.rms_norm_grad(dy, x, weight, made.rstd, beside=dy)
+        sums = norm_grad.sum_parts(parts, x.dtype), norm_grad.sum_parts(parts, x.dtype, parts[0].clone(), True)
+        grads = dx, parts, sums
         return made, row, grads, norm_quantize.norm_columns_quantize(x, weight, made.rstd, spec, amax=amax)
 
     first, second = ([laid_out(normal(*shape, seed=s), layout) for s in pair] for pair in ((1, 2), (3, 4)))
