@@ -86,8 +86,8 @@ def rms_norm_grad(
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None, adds: bool = False) -> Tensor:
-    """The sum of FP32 parts [programs, h], rounded to `dtype`: by itself, or in `out` (FP32 [h]), added to what is there
-    or written over it."""
+    """The sum of FP32 parts [programs, h], rounded to `dtype`: by itself, or in `out` (FP32 [h]), added to what is
+    there or written over it."""
     programs, H = parts.shape
     out = torch.empty(H, dtype=dtype, device=parts.device) if out is None else out
     launch(sum_rows_kernel, (programs, H, dtype, adds), (parts, out), lambda: (

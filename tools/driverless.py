@@ -12,13 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from megafp8.kernels import gemm_launch, launch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-from megafp8.kernels import gemm_launch, launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 _DESCRIPTOR = {"swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [64, 128], "fp4_padded": False}

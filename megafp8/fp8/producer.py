@@ -30,8 +30,8 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. Not changed
-    once it is built.
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. It is not
+    changed once it is built.
 
     Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
     which is raised to the value's. record: what the consumer does with that.
