@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.launches:
             from driverless import no_driver
 
-            stack.enter_context(no_driver())
+            stack.enter_context(no_driver(notes=False))
         for recipe in args.recipes:
             run = microbatches(recipe)
             calls = calls_of(run)
