@@ -38,17 +38,20 @@ known: dict[tuple, Known] = {}
 def launch(kernel: Any, facts: Hashable, tensors: tuple[Tensor | None, ...], work_out: Work) -> None:
     """Launches a jitted kernel.
 
-    tensors: its pointers, in the order of its arguments; None: absent. work_out: gives (grid, all arguments but named
-    ones, named ones), tensors among them as in `tensors` (bytes may be viewed as another dtype). facts: whatever these
-    follow from besides the tensors' dtypes, and which of them there are.
+    tensors: its pointers, in the order of its arguments; None: absent, which the first never is. work_out: gives (grid,
+    all arguments but named ones, named ones), tensors among them as in `tensors` (bytes may be viewed as another
+    dtype). facts: whatever these follow from besides the tensors' dtypes, and which of them there are.
     """
-    present = [x for x in tensors if x is not None]
-    addresses = [x.data_ptr() for x in present]
-    device = present[0].get_device()
-    key = (
-        id(kernel), device, facts, *[None if x is None else x.dtype for x in tensors],
-        *[address & 15 for address in addresses],  # Triton tells 16-byte alignment apart
-    )  # fmt: skip
+    addresses, kinds = [], []
+    for x in tensors:
+        if x is None:
+            kinds.append(None)
+        else:
+            address = x.data_ptr()
+            addresses.append(address)
+            kinds += x.dtype, address & 15  # Triton tells 16-byte alignment apart
+    device = tensors[0].get_device()
+    key = id(kernel), device, facts, *kinds
     found = known.get(key)
     if found is not None:
         arguments = found.arguments.copy()

@@ -61,7 +61,7 @@ class _Uncompiled(CompiledKernel):
 
 @contextmanager
 def no_driver(*, notes: bool = True) -> Iterator[list[Launched]]:
-    """Inside, kernels are launched on nothing, as if on a Hopper GPU that is device 0. Gives the list of launches, which
+    """Inside, kernels are launched on nothing, as if on a Hopper GPU that is device 0. Gives the list of launches; it
     stays empty without `notes`."""
     launches: list[Launched] = []
     compiled: list[JITFunction] = []

@@ -81,15 +81,17 @@ class Quantizer:
         elif amax_out is not None:
             more = {"amax_out": amax_out}
         pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)
+        if kernels is reference:
+            return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))
         return self.store_pair(*pair)
 
     def store_pair(self, row: tuple[Tensor, Tensor] | None, col: tuple[Tensor, Tensor] | None) -> Quantized:
-        """(data, scale_inv) of each orientation as storage."""
+        """(data, scale_inv) of each orientation as storage: from kernels, which lay scales out as GEMMs want them."""
         tile, scale = self.spec.tile, self.spec.scale
         if row is not None:
-            row = QuantizedStorage(row[0], gemm_layout(row[1], tile), tile, scale, "rowwise")
+            row = QuantizedStorage(row[0], row[1], tile, scale, "rowwise")
         if col is not None:
-            col = QuantizedStorage(col[0], gemm_layout(col[1], tile), tile, scale, "colwise")
+            col = QuantizedStorage(col[0], col[1], tile, scale, "colwise")
         return Quantized(row, col)
 
     def store(
