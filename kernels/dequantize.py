@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _ROWS, _COLUMNS = 32, 128
 
 
@@ -46,8 +48,10 @@ def dequantize(data: Tensor, scale_inv: Tensor, tile: Any, dtype: torch.dtype = 
     out = torch.empty(M, K, dtype=dtype, device=data.device)
     strides = (0, 0) if tile.kind == "tensor" else scale_inv.stride()
     if data.numel():
-        dequantize_kernel[(triton.cdiv(M, _ROWS) * triton.cdiv(K, _COLUMNS),)](
-            data, scale_inv, out, M, K, *strides, TILE_R=tile.block if tile.kind == "2d" else 1,
-            TILE_C=0 if tile.kind == "tensor" else tile.block, BLOCK_M=_ROWS, BLOCK_K=_COLUMNS,
-            num_warps=4)  # fmt: skip
+        launch(dequantize_kernel, (M, K, strides, tile.kind, tile.block), (data, scale_inv, out), lambda: (
+            (triton.cdiv(M, _ROWS) * triton.cdiv(K, _COLUMNS),),
+            (data, scale_inv, out, M, K, *strides),
+            {"TILE_R": tile.block if tile.kind == "2d" else 1, "TILE_C": 0 if tile.kind == "tensor" else tile.block,
+             "BLOCK_M": _ROWS, "BLOCK_K": _COLUMNS, "num_warps": 4},
+        ))  # fmt: skip
     return out

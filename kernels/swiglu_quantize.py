@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .launch import launch
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 from .swiglu_kernels import swiglu_amax_kernel, swiglu_grad_amax_kernel, swiglu_grad_kernel, swiglu_kernel
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -75,7 +77,7 @@ def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = 
 def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """FP32 [1]: amax of SwiGLU's output, for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_amax", x, dtype)
-    amax = torch.zeros(1, dtype=torch.float32, device=gated.data.device)
+    amax = zeros(1, torch.float32, gated.data.device)
     _swiglu_amax(gated, weights, amax)
     return amax
 
@@ -115,7 +117,7 @@ def swiglu_grad_amax(dy: Tensor, x: Tensor | Stored, *, weights: Tensor | None =
     """FP32 [1]: amax of d(fc1 output), for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_grad_amax", x, dy.dtype)
     _check_grad(gated, dy, None, None, None)
-    amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
+    amax = zeros(1, torch.float32, dy.device)
     _swiglu_grad_amax(gated, dy, weights, amax)
     return amax
 
@@ -145,6 +147,11 @@ class _Gated(NamedTuple):
     def features(self) -> int:
         return self.data.shape[1] // 2
 
+    @property
+    def facts(self) -> tuple:
+        scales = self.scale_inv
+        return self.data.shape, self.data.stride(0), scales is not None and (scales.shape, scales.stride()), self.dtype
+
     def arguments(self) -> tuple:
         scale = pointers((self.data, self.scale_inv))[1] if self.scale_inv is not None else None
         return self.data, scale, self.data.stride(0), *(self.scale_inv.stride() if scale is not None else (0, 0))
@@ -162,17 +169,23 @@ def _swiglu_amax(gated: _Gated, weights: Tensor | None, record: Tensor) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu amax")
     if T and F:
-        swiglu_amax_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, record, T, F, EVEN=config.even(T, F), **gated.options(), **config.options())
+        launch(swiglu_amax_kernel, (config, gated.facts), (gated.data, gated.scale_inv, weights, record), lambda: (
+            config.grid(T, F, gated.data.device),
+            (*gated.arguments(), weights, record, T, F),
+            {"EVEN": config.even(T, F), **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad_amax(gated: _Gated, dy: Tensor, weights: Tensor | None, record: Tensor) -> None:
     T, F = gated.tokens, gated.features
     config = chosen("swiglu gradient amax")
     if T and F:
-        swiglu_grad_amax_kernel[config.grid(T, F, dy.device)](
-            dy, *gated.arguments(), weights, record, T, F, dy.stride(0), EVEN=config.even(T, F), **gated.options(),
-            **config.options())
+        tensors = dy, gated.data, gated.scale_inv, weights, record
+        launch(swiglu_grad_amax_kernel, (config, gated.facts, dy.stride(0)), tensors, lambda: (
+            config.grid(T, F, dy.device),
+            (dy, *gated.arguments(), weights, record, T, F, dy.stride(0)),
+            {"EVEN": config.even(T, F), **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored | None, col: Stored | None,
@@ -182,11 +195,17 @@ def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored
     if not col and (keep is not None or spec.tile.kind == "tensor" or not config.even(T, F)):
         config = chosen("swiglu rows, plain")
     if T and F:
-        swiglu_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
-            scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
-            tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F), ROWS=config.rows,
-            KEEP_SPEC=_spec_or_none(x_spec)["SPEC"], **gated.options(), **_spec_or_none(spec), **config.options())
+        copies = keep or (None, None), row or (None, None), col or (None, None)
+        facts = spec, x_spec, config, gated.facts, scale_ld(keep), scale_ld(row), scale_ld(col)
+        tensors = gated.data, gated.scale_inv, weights, y, *copies[0], *copies[1], *copies[2], *scaling
+        launch(swiglu_kernel, facts, tensors, lambda: (
+            config.grid(T, F, gated.data.device),
+            (*gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
+             scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
+             tile_epsilon(spec) if spec is not None else 0.0),
+            {"EVEN": config.even(T, F), "ROWS": config.rows, "KEEP_SPEC": _spec_or_none(x_spec)["SPEC"],
+             **gated.options(), **_spec_or_none(spec), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -200,12 +219,18 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
     if weights is not None:
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
     if T and F:
-        swiglu_grad_kernel[config.grid(T, F, dy.device)](
-            dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
-            *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
-            tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
-            EVEN=config.even(T, F), **gated.options(), **_spec_or_none(spec),
-            Y_SPEC=_spec_or_none(y_spec)["SPEC"], ROWS=config.rows, **config.options())
+        copies = row or (None, None), col or (None, None), y_col or (None, None)
+        facts = spec, y_spec, config, gated.facts, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col)
+        tensors = (dy, gated.data, gated.scale_inv, weights, partials, dx, *copies[0], *copies[1], *scaling, *copies[2],
+                   *y_scaling[:2])
+        launch(swiglu_grad_kernel, facts, tensors, lambda: (
+            config.grid(T, F, dy.device),
+            (dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
+             *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
+             tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0),
+            {"EVEN": config.even(T, F), **gated.options(), **_spec_or_none(spec),
+             "Y_SPEC": _spec_or_none(y_spec)["SPEC"], "ROWS": config.rows, **config.options()},
+        ))  # fmt: skip
     return partials.sum(0) if partials is not None else None
 
 

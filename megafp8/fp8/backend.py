@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -56,6 +57,21 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[
     if kernels is None or spec.tile.block not in (16, 32, 64, 128):
         return reference.derive_colwise(data, scale_inv, spec)
     return kernels[1].derive_colwise(data, scale_inv, spec)
+
+
+@cache
+def _fresh_zeros() -> Callable[[int, torch.dtype, torch.device], Tensor] | None:
+    try:
+        from megafp8.kernels.zeros import zeros
+    except ImportError:
+        return None
+    return zeros
+
+
+def zero(device: torch.device) -> Tensor:
+    """FP32 [1], zero, on the current stream: a place for an amax."""
+    make = _fresh_zeros() if device.type == "cuda" else None
+    return torch.zeros(1, dtype=torch.float32, device=device) if make is None else make(1, torch.float32, device)
 
 
 @cache

@@ -19,19 +19,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import backend
 from megafp8.fp8.formats import OperandSpec
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized
+from megafp8.fp8.wgrad import Run
 
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone.
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. It is not
+    changed once it is built.
 
     Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
-    which receives the value's. record: what the consumer does with that.
+    which is raised to the value's. record: what the consumer does with that.
     """
 
     quantizer: Quantizer
@@ -60,8 +63,7 @@ class Want:
         """The same, with a place for the value's amax if somebody needs it."""
         if not self.keeps_amax and self.record is None:
             return self
-        make = torch.empty if self.scale is None else torch.zeros  # with a scale the place is only ever raised
-        place = make(1, dtype=torch.float32, device=device)
+        place = backend.zero(device)
         return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record)
 
     def measured(self) -> None:
@@ -72,7 +74,7 @@ class Want:
     def quantize(self, value: Tensor) -> Quantized:
         amax = self.amax
         if self.amax_out is not None:
-            self.amax_out.copy_(self.quantizer.amax(value))
+            torch.maximum(self.amax_out, self.quantizer.amax(value), out=self.amax_out)
             amax = self.amax_out if self.scale is None else None
         return self.quantizer.quantize(value, self.rowwise, self.colwise, amax=amax, scale=self.scale)
 
@@ -82,11 +84,12 @@ class Want:
 
 
 class Gradients(NamedTuple):
-    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none;
-    value: the producer's value once more, if it was asked for, quantized where that was wanted."""
+    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none, those
+    of parameters still to be computed, where they belong; value: the producer's value once more, if it was asked for,
+    quantized where that was wanted."""
 
     x: Tensor | Quantized
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | Run | None, ...]
     value: Tensor | Quantized | None
 
 
