@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import build_config, with_vocab_size
+from megafp8.core.transformer.graphs import Recorder, recorder_on
 from megafp8.parallel import ParallelContext
 from megafp8.training.build import build_parts
 from megafp8.training.trainer import Trainer
@@ -69,9 +70,18 @@ def build(flags: dict, device: torch.device) -> Trainer:
     return Trainer(build_parts(config, ParallelContext(), device))
 
 
-def train(flags: dict, device: torch.device, count: int, *, after: Callable[[Run], None] = lambda run: None) -> Run:
-    """`count` steps; after: called behind each."""
+def train(
+    flags: dict,
+    device: torch.device,
+    count: int,
+    *,
+    after: Callable[[Run], None] = lambda run: None,
+    recorder: Callable[[torch.device], Recorder] = recorder_on,
+) -> Run:
+    """`count` steps; after: called behind each. recorder: of the graphs, if there are any."""
     run = Run(build(flags, device))
+    if run.graphs is not None:
+        run.graphs._recorder = recorder
     batches = run.trainer._training_batches()
     for _ in range(count):
         (record,) = run.trainer._iteration(batches)

@@ -1,11 +1,10 @@
-"""What CUDA graphs of layers can't have: a layer must launch the same kernels on the same addresses every microbatch."""
+"""What CUDA graphs of layers can't have: every microbatch must launch the same kernels on the same addresses."""
 
 from collections.abc import Callable
 
 from megafp8.config.config import Config, flag_of
 
-WHOLE_LAYERS = ("full",)
-WITHOUT = "or leave --cuda-graph-impl out"
+WHOLE_LAYERS = "full"
 
 
 def cuda_graphs(c: Config) -> str | None:
@@ -13,53 +12,28 @@ def cuda_graphs(c: Config) -> str | None:
     if t.cuda_graph_impl == "none":
         return None
     if t.cuda_graph_impl != "local":
-        return f"--cuda-graph-impl {t.cuda_graph_impl}: graphs are recorded here, a layer each; use --cuda-graph-impl local"
-    if other := [part for part in t.cuda_graph_modules if part not in WHOLE_LAYERS]:
+        return f"--cuda-graph-impl {t.cuda_graph_impl}: graphs here are of one layer each; use --cuda-graph-impl local"
+    if other := [part for part in t.cuda_graph_modules if part != WHOLE_LAYERS]:
         return f"--cuda-graph-modules {' '.join(other)}: graphs are of whole layers; use full, or leave it out"
-    return next((f"{_shown(c, name)} {why}" for name, stands, why in RULES if stands(c)), None)
+    for name, stands, why, mend in RULES:
+        if stands(c.value(name)):
+            value = "" if c.value(name) is True else f" {c.value(name)}"
+            mend = f"{mend}, or leave --cuda-graph-impl out" if mend else "leave --cuda-graph-impl out"
+            return f"{flag_of(name)}{value} with --cuda-graph-impl local: {why}; {mend}"
+    return None
 
 
-_Rule = tuple[str, Callable[[Config], bool], str]
-_MESSAGES = "with --cuda-graph-impl local: messages between ranks inside of a layer are not recorded; use 1, " + WITHOUT
-_DROPOUT = f"with --cuda-graph-impl local: its seed is a number of the host's; use 0, {WITHOUT}"
-_SHAPES = f"with --cuda-graph-impl local: the number of documents changes from one microbatch to the next; drop it, {WITHOUT}"
-RULES: tuple[_Rule, ...] = (
-    *(
-        (name, lambda c, name=name: c.value(name) > 1, _MESSAGES)
-        for name in ("tensor_model_parallel_size", "context_parallel_size")
-    ),
-    (
-        "pipeline_model_parallel_size",
-        lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        "with --cuda-graph-impl local: several microbatches are in flight, and a graph has room for one; use 1, "
-        + WITHOUT,
-    ),
-    (
-        "pipeline_schedule",
-        lambda c: c.parallel.pipeline_schedule == "zero-bubble",
-        f"with --cuda-graph-impl local: weight gradients that wait are not recorded; use 1f1b, {WITHOUT}",
-    ),
-    (
-        "num_experts",
-        lambda c: c.model.num_experts is not None,
-        f"with --cuda-graph-impl local: an expert's number of tokens changes from one microbatch to the next; {WITHOUT[3:]}",
-    ),
-    (
-        "mtp_num_layers",
-        lambda c: bool(c.model.mtp_num_layers),
-        f"with --cuda-graph-impl local: layers that predict further tokens are not recorded; {WITHOUT[3:]}",
-    ),
-    ("reset_attention_mask", lambda c: c.data.reset_attention_mask, _SHAPES),
-    ("hidden_dropout", lambda c: c.model.hidden_dropout > 0, _DROPOUT),
-    ("attention_dropout", lambda c: c.model.attention_dropout > 0, _DROPOUT),
-    (
-        "recompute_granularity",
-        lambda c: c.train.recompute_granularity is not None,
-        f"with --cuda-graph-impl local: recomputation is not recorded; drop it, {WITHOUT}",
-    ),
+_MESSAGES = "messages between ranks within a layer are not recorded"
+_SEED = "the seed of dropout is a number of the host's"
+RULES: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
+    # field, whether its value is in the way, why, the mend besides going without graphs
+    ("tensor_model_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
+    ("context_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
+    ("pipeline_model_parallel_size", lambda size: size > 1, "several microbatches are in flight", "use 1"),
+    ("num_experts", lambda count: count is not None, "an expert's number of tokens changes", ""),
+    ("mtp_num_layers", bool, "layers that predict further tokens are not recorded", ""),
+    ("reset_attention_mask", bool, "the number of documents changes", "drop it"),
+    ("hidden_dropout", bool, _SEED, "use 0"),
+    ("attention_dropout", bool, _SEED, "use 0"),
+    ("recompute_granularity", bool, "recomputation is not recorded", "drop it"),
 )
-
-
-def _shown(c: Config, name: str) -> str:
-    value = c.value(name)
-    return flag_of(name) if value is True else f"{flag_of(name)} {value}"

@@ -137,6 +137,7 @@ class LayerGraph:
         self._y: Tensor | None = None
         self._graph: Tensor | None = None  # the output with autograd's graph behind it
         self._arrived: list[Tensor] = []
+        self._waiting = False  # between a microbatch's forward and backward
         self.forward: Run | None = None
         self.backward: dict[bool, Run] = {}
 
@@ -194,12 +195,15 @@ class LayerGraph:
         self._arrived = sink.arrived
 
     def replay_forward(self, x: Tensor) -> Tensor:
+        assert not self._waiting, "a graph has room for one microbatch: its backward comes before the next one's forward"
+        self._waiting = True
         if x.data_ptr() != self._x.data_ptr():
             self._x.detach().copy_(x)
         self.forward()
         return self._y.detach()
 
     def replay_backward(self, dy: Tensor, grads: GradSink) -> Tensor:
+        self._waiting = False
         if dy.data_ptr() != self._dy.data_ptr():
             self._dy.copy_(dy)
         first = [not grads.target(param)[1] for param in self._arrived]
