@@ -1,4 +1,4 @@
-"""Whole steps with and without CUDA graphs of layers, by recipe: tokens/s, and the time in which the host queues a step.
+"""Whole steps with and without CUDA graphs of layers, by recipe: tokens/s, and the time in which a step is queued.
 
 Small microbatches are bound by the host: the device waits for launches. Each recipe's two candidates take turns;
 figures are medians.

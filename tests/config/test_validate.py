@@ -227,7 +227,10 @@ CASES = {
     f"{GRAPHS} --attention-dropout 0.1": ["--attention-dropout 0.1", "use 0"],
     f"{GRAPHS} --reset-attention-mask": ["--reset-attention-mask with --cuda-graph-impl local", "drop it"],
     f"{GRAPHS} --recompute-activations": ["--recompute-granularity selective", "drop it"],
-    f"{GRAPHS} --mtp-num-layers 1 --position-embedding-type rope": ["--mtp-num-layers 1", "leave --cuda-graph-impl out"],
+    f"{GRAPHS} --mtp-num-layers 1 --position-embedding-type rope": [
+        "--mtp-num-layers 1",
+        "leave --cuda-graph-impl out",
+    ],
     f"{GRAPHS} {MOE}": ["--num-experts 8", "leave --cuda-graph-impl out"],
     f"{GRAPHS} --cuda-graph-warmup-steps 0": ["--cuda-graph-warmup-steps 0", "1"],
     # checkpoints

@@ -12,6 +12,7 @@ from megafp8.config import build_config, with_vocab_size
 from megafp8.core.transformer.graphs import Recorder, recorder_on
 from megafp8.parallel import ParallelContext
 from megafp8.training.build import build_parts
+from megafp8.training.throughput import IntervalTimer
 from megafp8.training.trainer import Trainer
 
 MODEL = {
@@ -84,7 +85,7 @@ def train(
         run.graphs._recorder = recorder
     batches = run.trainer._training_batches()
     for _ in range(count):
-        (record,) = run.trainer._iteration(batches)
+        (record,) = run.trainer._profiled(batches, IntervalTimer())
         run.steps.append({"loss": record.loss.clone()} | left(run.trainer))
         after(run)
     return run

@@ -1,8 +1,8 @@
 """What a CUDA graph is, without a GPU: the operations that ran while it was recorded, on the tensors they ran on.
 
 A replay runs no Python of the layer: what it read from the host is as it was, what lies elsewhere by now is read where
-it lay. So a copy that has moved, or a number that changes, shows in the bits. (The reference's shortcuts for CPUs, which
-look at values, are taken as they were when it was recorded: as on a GPU, where there are none.)
+it lay. So a copy that has moved, or a number that changes, shows in the bits. (Where the reference looks at values, on
+CPUs only, it goes on as it did when it was recorded.)
 """
 
 from __future__ import annotations

@@ -195,7 +195,9 @@ class LayerGraph:
         self._arrived = sink.arrived
 
     def replay_forward(self, x: Tensor) -> Tensor:
-        assert not self._waiting, "a graph has room for one microbatch: its backward comes before the next one's forward"
+        assert not self._waiting, (
+            "a graph has room for one microbatch: its backward comes before the next one's forward"
+        )
         self._waiting = True
         if x.data_ptr() != self._x.data_ptr():
             self._x.detach().copy_(x)
