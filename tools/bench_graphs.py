@@ -24,6 +24,7 @@ import torch
 from bench_step import PRESETS, RECIPES, config_of
 from step_work import Steps
 
+from megafp8.config import Config
 from megafp8.config.tool_parser import ToolParser, check_least, check_output
 from megafp8.training.build import pick_device
 from megafp8.training.throughput import GIB
@@ -32,14 +33,18 @@ GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 SIZE = "--num-layers 2"
 
 
+def configured(args: argparse.Namespace, recipe: str, more: str) -> Config:
+    """Raises ValueError for flags that don't go together."""
+    shape = f"--seq-length {args.seq_length} --micro-batch-size 1 --global-batch-size {args.microbatches}"
+    return config_of(argparse.Namespace(**vars(args) | {"flags": f"{args.flags} {shape} {more}"}), recipe)
+
+
 def measure(args: argparse.Namespace, recipe: str, device: torch.device) -> list[dict]:
     """Rows of a recipe, without graphs and with them."""
     candidates = {}
     for name, more in (("calls", ""), ("graphs", GRAPHS)):
         gc.collect()
-        shape = f"--seq-length {args.seq_length} --micro-batch-size 1 --global-batch-size {args.microbatches}"
-        own = argparse.Namespace(**vars(args) | {"flags": f"{args.flags} {shape} {more}"})
-        config, held = config_of(own, recipe), allocated(device)
+        config, held = configured(args, recipe, more), allocated(device)
         steps = Steps(config, device)
         if more:
             steps.trainer._runner._graphs._say = print
@@ -91,7 +96,7 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="llama3-8b")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"])
@@ -102,15 +107,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed together")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    args = parser.parse_args(argv)
-    check_least(args, 1, "seq_length", "microbatches", "rounds", "steps")
-    check_output(args.output)
-    return args
+    return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device, rows, failed = pick_device(args.device), [], False
+    try:
+        check_least(args, 1, "seq_length", "microbatches", "rounds", "steps")
+        check_output(args.output)
+        device, rows, failed = pick_device(args.device), [], False
+        for recipe in args.recipes:
+            configured(args, recipe, GRAPHS)
+    except ValueError as error:
+        print(f"bench_graphs.py: error: {error}", file=sys.stderr)
+        return 2
     for recipe in args.recipes:
         try:
             rows += measure(args, recipe, device)
@@ -129,4 +139,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

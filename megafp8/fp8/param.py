@@ -201,7 +201,14 @@ class Weight:
             amax = self.grid.share(quantizer.amax(value), self.grid_dim)
         elif scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1:
             amax = self.amax()
-        return quantizer.quantize(value, rowwise=rowwise, colwise=colwise, amax=amax, scale=scale)
+        return quantizer.quantize(value, rowwise, colwise, amax=amax, scale=scale, out=self._place_of(rowwise, colwise))
+
+    def _place_of(self, rowwise: bool, colwise: bool) -> Quantized | None:
+        """Where copies that stay are written over."""
+        wanted = [(o, on) for o, on in (("rowwise", rowwise), ("colwise", colwise)) if on]
+        if self._places is None or not all(o in self._places for o, _ in wanted):
+            return None
+        return Quantized(**{o: self._places[o] for o, _ in wanted})
 
     @property
     def nbytes(self) -> int:
