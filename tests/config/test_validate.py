@@ -231,6 +231,7 @@ CASES = {
         "--mtp-num-layers 1",
         "leave --cuda-graph-impl out",
     ],
+    f"{GRAPHS} --fake-process-group": ["--fake-process-group with --cuda-graph-impl", "leave --cuda-graph-impl out"],
     f"{GRAPHS} {MOE}": ["--num-experts 8", "leave --cuda-graph-impl out"],
     f"{GRAPHS} --cuda-graph-warmup-steps 0": ["--cuda-graph-warmup-steps 0", "1"],
     # checkpoints

@@ -30,6 +30,7 @@ RULES: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
     ("tensor_model_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
     ("context_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
     ("pipeline_model_parallel_size", lambda size: size > 1, "several microbatches are in flight", "use 1"),
+    ("fake_process_group", bool, "its few steps run without graphs", ""),
     ("num_experts", lambda count: count is not None, "an expert's number of tokens changes", ""),
     ("mtp_num_layers", bool, "layers that predict further tokens are not recorded", ""),
     ("reset_attention_mask", bool, "the number of documents changes", "drop it"),

@@ -47,15 +47,15 @@ class Recorder(Protocol):
         ...
 
     @property
-    def held_bytes(self) -> int:
-        """Of the pool, what graphs keep from everybody else."""
+    def held_bytes(self) -> int | None:
+        """Of the pool, which nobody else can use; None: it records nothing."""
         ...
 
 
 class CallAgain:
     """For devices without graphs: recording and replaying is calling."""
 
-    held_bytes = 0
+    held_bytes = None
 
     def warm_up(self, run: Run) -> None:
         run()
@@ -308,8 +308,11 @@ class LayerGraphs:
         for layer in reversed(graphs):
             layer.record_backward(recorder)
         self.layers, self._key = graphs, _places(layers)
-        took, held = time.perf_counter() - start, recorder.held_bytes / 2**30
-        self._say(f"CUDA graphs: {3 * len(graphs)} of {len(graphs)} layers, {held:.2f} GiB, recorded in {took:.1f} s")
+        held, took, count = recorder.held_bytes, time.perf_counter() - start, len(graphs)
+        if held is None:
+            self._say(f"no CUDA graphs on this device ({self._device.type}): layers are called")
+        else:
+            self._say(f"CUDA graphs: {3 * count} of {count} layers, {held / 2**30:.2f} GiB, recorded in {took:.1f} s")
 
 
 def _places(layers: nn.Module) -> list[tuple[Any, int]]:
