@@ -29,7 +29,7 @@ from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.fp8 import Linear
 from megafp8.fp8.wgrad import put
-from megafp8.params import GradSink, spec_of
+from megafp8.params import GradSink, attach_spec, spec_of
 from megafp8.step import StepContext
 
 Run = Callable[[], object]
@@ -119,9 +119,9 @@ class _Recorded(GradSink):
 class LayerGraph:
     """One layer's graphs. x: where its input lies; dy: where every layer's gradients lie, dX written over dY.
 
-    Linears deliver their own weights' gradients. Those of other parameters, norms' gains, come from autograd, and are
-    asked of tensors that stand in for the parameters: autograd's own node of a parameter belongs to the stream on
-    which it was first used.
+    Linears deliver their own gradients. Those of other parameters, norms' gains, come from autograd, and are asked of
+    tensors that stand in for the parameters: autograd's own node of a parameter belongs to the stream on which it was
+    first used.
     """
 
     def __init__(self, layer: TransformerLayer, sequences: Sequences, step: StepContext, dy: Tensor) -> None:
@@ -130,8 +130,8 @@ class LayerGraph:
         self._step = replace(step, grads=self._sink)
         self._linears = [module for module in layer.modules() if isinstance(module, Linear)]
         own = {id(param) for linear in self._linears for param in linear.parameters()}
-        self._others = {name: param for name, param in layer.named_parameters() if id(param) not in own}
-        self._stand_ins = {name: param.detach().requires_grad_() for name, param in self._others.items()}
+        others = {name: param for name, param in layer.named_parameters() if id(param) not in own}
+        self._stand_ins = {name: _stand_in(param) for name, param in others.items()}
         self.names = [spec_of(param).name for param in layer.parameters()]
         self._x: Tensor | None = None
         self._y: Tensor | None = None
@@ -186,11 +186,12 @@ class LayerGraph:
         sink = self._sink
         sink.adds, sink.arrived = adds, []
         wanted = (self._live, *self._stand_ins.values())
-        dx, *grads = torch.autograd.grad(self._graph, wanted, self._dy, retain_graph=True)
+        dx, *grads = torch.autograd.grad(self._graph, wanted, self._dy, retain_graph=True, allow_unused=True)
         with torch.no_grad():
-            for param, grad in zip(self._others.values(), grads, strict=True):
-                put(grad, *sink.target(param))
-                sink.ready(param)
+            for param, grad in zip(self._stand_ins.values(), grads, strict=True):
+                if grad is not None:  # else a linear has delivered it
+                    put(grad, *sink.target(param))
+                    sink.ready(param)
             self._dy.copy_(dx)
         self._arrived = sink.arrived
 
@@ -313,6 +314,11 @@ class LayerGraphs:
             self._say(f"no CUDA graphs on this device ({self._device.type}): layers are called")
         else:
             self._say(f"CUDA graphs: {3 * count} of {count} layers, {held / 2**30:.2f} GiB, recorded in {took:.1f} s")
+
+
+def _stand_in(param: nn.Parameter) -> Tensor:
+    """The same values, and the same parameter to whoever asks for its spec, with gradients of its own."""
+    return attach_spec(param.detach().requires_grad_(), spec_of(param))
 
 
 def _places(layers: nn.Module) -> list[tuple[Any, int]]:
