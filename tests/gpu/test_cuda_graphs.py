@@ -133,3 +133,16 @@ def test_nothing_more_is_held_with_every_step_and_microbatch():
         gc.collect()
     few, many = held[1:4], held[5:8]
     assert max(*few, *many) - min(*few, *many) < 2**20, [round(x / 2**20, 2) for x in held]
+
+
+def test_counters_are_zero_at_every_replay():
+    """Zeros that are filled many at a time would be somebody's counts when a graph meets them again."""
+    from megafp8.kernels.zeros import zeros  # Triton is not everywhere
+
+    zeros(4, torch.int32, CUDA)  # there are more where this came from
+    found, graph = torch.empty(4, dtype=torch.int32, device=CUDA), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.copy_(zeros(4, torch.int32, CUDA).add_(1))
+    for _ in range(3):
+        graph.replay()
+    assert found.tolist() == [1] * 4
