@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config import build_config, with_vocab_size
-from megafp8.core.transformer.graphs import Recorder, recorder_on
+from megafp8.core.transformer.recorders import Recorder, recorder_on
 from megafp8.parallel import ParallelContext
 from megafp8.training.build import build_parts
 from megafp8.training.throughput import IntervalTimer

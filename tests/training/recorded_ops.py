@@ -37,7 +37,7 @@ class _Listening(TorchDispatchMode):
 
 
 class RecordedOps:
-    """A recorder (`core.transformer.graphs`) for the CPU. replays: how often one was replayed."""
+    """A recorder (`core.transformer.recorders`) for the CPU. replays: how often one was replayed."""
 
     held_bytes = 0
 
