@@ -49,7 +49,12 @@ class _ReadOnly:
 
 
 class IterationRunner:
-    """Runs iterations one after the other. `finish()` looks at the last one."""
+    """Runs iterations one after the other. `finish()` looks at the last one.
+
+    traced: modules are looked at while they run, so they are called, not replayed from graphs.
+    """
+
+    traced = False
 
     def __init__(self, parts: Parts, log: RunLog, schedule: Schedule, fallbacks: Fallbacks, reruns: Reruns) -> None:
         self._parts, self._log, self._schedule = parts, log, schedule
@@ -60,15 +65,11 @@ class IterationRunner:
         self._reported: Finding | str | None = None
         self.times = LocalTimes(parts.device, parts.timers)
 
-    def run(
-        self, batches: IterationBatches, schedule_samples: int, *, traced: bool = False
-    ) -> tuple[float, StepOutput, StepStats]:
-        """Learning rate, what forward and backward gave, and what the update found. Raises StopRun, before it.
-
-        traced: modules are looked at while they run, so they are called, not replayed from graphs."""
+    def run(self, batches: IterationBatches, schedule_samples: int) -> tuple[float, StepOutput, StepStats]:
+        """Learning rate, what forward and backward gave, and what the update found. Raises StopRun, before it."""
         parts = self._parts
         before = Held.of_routers(parts), Held.of_amaxes(parts)
-        output, watch = self._forward_backward(batches, None if traced else self._graphs)
+        output, watch = self._forward_backward(batches, None if self.traced else self._graphs)
         if self._look_back():  # its gradients took the place of this iteration's
             output, watch = self._again(batches, before)
         if self._reruns.active:
