@@ -44,8 +44,9 @@ class DelayedScaling:
         self._history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
         self._columns: dict[tuple[str, ...], Tensor] = {}
         self._steps = 0
-        self._set_slots()
-        self._set_scales(torch.ones(count, dtype=torch.float32, device=device))
+        self._scales = torch.empty(count, dtype=torch.float32, device=device)
+        self._slots = list(self._history[0].split(1))
+        self._set_scales(torch.ones_like(self._scales))
 
     @classmethod
     def of(cls, model: nn.Module) -> DelayedScaling | None:
@@ -60,12 +61,9 @@ class DelayedScaling:
         experts = {name for m in of_experts for name in m.history_tensors()}
         return cls(fmax, recipes.pop(), linears[0].weight.device, experts)
 
-    def _set_slots(self) -> None:
-        self._slots = list(self._history[0].split(1))
-
     def _set_scales(self, scales: Tensor) -> None:
-        self._scales = scales
-        self._views = list(scales.split(1))  # one object a step and tensor: Weight compares them by identity
+        self._scales.copy_(scales)  # in place, as the history is rolled: CUDA graphs read and write them there
+        self._views = list(self._scales.split(1))  # one object a step and tensor: Weight compares them by identity
         self._together: dict[tuple[str, ...], Tensor] = {}  # the same of several
 
     def names(self) -> Iterable[str]:
@@ -133,9 +131,8 @@ class DelayedScaling:
         if recipe.power_of_two_scales:
             scales = power_of_two_floor(scales)
         self._set_scales(torch.where(amax == 0, self._scales, scales))
-        self._history = self._history.roll(-1, 0)
+        self._history.copy_(self._history.roll(-1, 0))
         self._history[0] = 0
-        self._set_slots()
         self._steps += 1
 
     def state(self) -> dict[str, StateItem]:
@@ -170,5 +167,4 @@ class DelayedScaling:
             self._history[:, i] = history.to(self._history)
             scales[i : i + 1] = tensors[f"{PREFIX}{name}/scale"].to(scales)
         self._steps = int(tensors[_STEPS])
-        self._set_slots()
         self._set_scales(scales)

@@ -110,6 +110,13 @@ class Linear(nn.Module):
             place=scaling.place,
         )
 
+    def derive_weight(self, step: StepContext) -> None:
+        """Makes the weight's copies that a step's forward and backward ask for, if they are not there already."""
+        facts = self.facts()
+        if facts is not None:
+            scale = facts.scalings["weight", False].scale(step) if facts.uses_history else None
+            self._own_weight().derive(scale)
+
     @property
     def takes_producer(self) -> bool:
         """Whether `forward` runs a producer inside: where the input is quantized here."""

@@ -59,6 +59,7 @@ class Quantizer:
         amax_colwise: Tensor | None = None,
         scale: Tensor | None = None,
         amax_out: Tensor | None = None,
+        out: Quantized | None = None,
     ) -> Quantized:
         """Quantizes `x [M, K]` (floating point; 0 rows allowed) in the orientations asked for.
 
@@ -67,6 +68,7 @@ class Quantizer:
         scale: FP32, one element, instead of one from an amax; tensor tiles only.
         amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; with `scale` it is only ever
             raised to it, as a history's slot is. Tensor tiles without another amax only.
+        out: what an earlier call returned for a tensor of this shape; kernels write it over, others ignore it.
         Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
         """
         _check(x)
@@ -80,6 +82,8 @@ class Quantizer:
             amax = amax_out.copy_(amax) if scale is None else amax_out.copy_(torch.maximum(amax_out, amax))
         elif amax_out is not None:
             more = {"amax_out": amax_out}
+        if out is not None and kernels is not reference:
+            more["out"] = tuple(s if s is None else (s.data, s.scale_inv) for s in (out.rowwise, out.colwise))
         pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)
         if kernels is reference:
             return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))

@@ -6,10 +6,11 @@ trace runs then, before the next update, while the weights are still those of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from megafp8.core.transformer.graphs import LayerGraphs
 from megafp8.fp8.guard import WEIGHTS, Finding, Trace
 from megafp8.fp8.monitor import Monitor, Piece, Watch
 from megafp8.optimizer import Schedule, StepStats
@@ -21,6 +22,14 @@ from megafp8.training.held import Held, HostCopy
 from megafp8.training.rerun import Reruns, StopRun
 from megafp8.training.run_log import RunLog
 from megafp8.training.step import StepOutput, advance_scaling, forward_backward
+
+
+def layer_graphs(parts: Parts, say: Callable[[str], None]) -> LayerGraphs | None:
+    """The CUDA graphs of `--cuda-graph-impl local`."""
+    train, wait = parts.config.train, parts.optimizer.weights.arrivals.wait
+    if train.cuda_graph_impl == "none":
+        return None
+    return LayerGraphs(parts.device, warmup_steps=train.cuda_graph_warmup_steps, wait=wait, say=say)
 
 
 class _ReadOnly:
@@ -40,12 +49,18 @@ class _ReadOnly:
 
 
 class IterationRunner:
-    """Runs iterations one after the other. `finish()` looks at the last one."""
+    """Runs iterations one after the other. `finish()` looks at the last one.
+
+    traced: modules are looked at while they run, so they are called, not replayed from graphs.
+    """
+
+    traced = False
 
     def __init__(self, parts: Parts, log: RunLog, schedule: Schedule, fallbacks: Fallbacks, reruns: Reruns) -> None:
         self._parts, self._log, self._schedule = parts, log, schedule
         self._fallbacks, self._reruns = fallbacks, reruns
         self._monitor = Monitor(parts.model, parts.parallel, parts.device)
+        self._graphs = layer_graphs(parts, log.note)
         self._last: tuple[IterationBatches, HostCopy] | None = None
         self._reported: Finding | str | None = None
         self.times = LocalTimes(parts.device, parts.timers)
@@ -54,7 +69,7 @@ class IterationRunner:
         """Learning rate, what forward and backward gave, and what the update found. Raises StopRun, before it."""
         parts = self._parts
         before = Held.of_routers(parts), Held.of_amaxes(parts)
-        output, watch = self._forward_backward(batches)
+        output, watch = self._forward_backward(batches, None if self.traced else self._graphs)
         if self._look_back():  # its gradients took the place of this iteration's
             output, watch = self._again(batches, before)
         if self._reruns.active:
@@ -73,13 +88,18 @@ class IterationRunner:
         """Traces the last iteration, if it was skipped."""
         self._look_back()
 
-    def _forward_backward(self, batches: IterationBatches) -> tuple[StepOutput, Watch | None]:
+    def _forward_backward(
+        self, batches: IterationBatches, graphs: LayerGraphs | None = None
+    ) -> tuple[StepOutput, Watch | None]:
         interval = self._parts.config.fp8.fp8_monitor_interval
         watch = self._monitor.watch() if interval and batches.iteration % interval == 0 else None
         self.times.start()
-        return self._run(batches, self._parts.scaling, watch=watch), watch
+        graphs = None if watch is not None else graphs
+        return self._run(batches, self._parts.scaling, watch=watch, layers=graphs), watch
 
-    def _run(self, batches: IterationBatches, scaling, *, watch: Watch | None = None, sink=None) -> StepOutput:
+    def _run(
+        self, batches: IterationBatches, scaling, *, watch: Watch | None = None, sink=None, layers=None
+    ) -> StepOutput:
         parts = self._parts
         parts.optimizer.zero_grad(batches.count)
         with parts.timers("forward-backward"):
@@ -96,6 +116,7 @@ class IterationRunner:
                 observe=lambda executor: self.times.stop(),
                 observer=watch,
                 sink=sink,
+                layers=layers,
                 spans=parts.timers,
             )
 
