@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .launch import launch
 
-PROGRAMS = 264  # of at most: twice a Hopper's multiprocessors. On every GPU alike, since sums follow from it
+PROGRAMS = 264  # at most: twice a Hopper's multiprocessors. On every GPU alike, since sums' last bits follow from it
 FINISHED = triton.next_power_of_2(PROGRAMS)
 ELEMENTS, SCALES = 16384, 1024  # that a program takes at once
 SAMPLE_ROWS, SAMPLE_COLUMNS = 8, 128
 BLOCK_ROWS = tl.constexpr(128)  # of a sampled block
-SUMS, PARTS = 6, 9  # FP64 numbers of a program: sums, then largest and -smallest bits
+PARTS = 9  # FP64 numbers of a program: six sums; the largest bits of values and of scales, the smallest negated
 
 INFINITE = tl.constexpr(0x7F800000)
 MANTISSA = tl.constexpr(0x7FFFFF)
@@ -127,7 +127,7 @@ def see_amax(x, partial, outer, inner, outer_stride, ELEMENTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale_outer", "scale_inner", "x_outer", "rows", "blocks", "wanted"])
-def look_kernel(x, data, scale, histogram, partial, scale_outer, scale_inner, scale_outer_stride, scale_inner_stride,
+def look_kernel(data, scale, x, histogram, partial, scale_outer, scale_inner, scale_outer_stride, scale_inner_stride,
                 x_outer, x_inner, x_outer_stride, rows, width, blocks, wanted, x_stride_r, x_stride_c, data_stride_r,
                 scale_stride_r, scale_stride_c, FMAX: tl.constexpr, LIMIT: tl.constexpr, TILE_R: tl.constexpr,
                 TILE_C: tl.constexpr, BINS: tl.constexpr, ELEMENTS: tl.constexpr, SCALES: tl.constexpr,
@@ -171,7 +171,7 @@ def look_kernel(x, data, scale, histogram, partial, scale_outer, scale_inner, sc
 
 
 @triton.jit(do_not_specialize=["start", "end"])
-def errors_kernel(x, data, scale, partial, count, start, end, width, scale_stride_r, scale_stride_c,
+def errors_kernel(data, scale, x, partial, count, start, end, width, scale_stride_r, scale_stride_c,
                   FMAX: tl.constexpr, LIMIT: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """The sums of elements `start` to `end`, flat, of contiguous data; x: `count` values, those elements'."""
@@ -259,14 +259,14 @@ def look(row: Row, x: Tensor | None, stored: Any, limit: float, sampled: int) ->
         lines = (0, 0, 0) if x is None else _lines(x)
         return (
             (programs,),
-            (x, data, scale, bins, partial, *_scale_lines(scale), *lines, *sizes, *strides),
+            (data, scale, x, bins, partial, *_scale_lines(scale), *lines, *sizes, *strides),
             _constants(fmax, limit, tile) | {
                 "BINS": bins.numel(), "ELEMENTS": ELEMENTS, "SCALES": SCALES, "ROWS": SAMPLE_ROWS,
                 "COLUMNS": SAMPLE_COLUMNS},
         )  # fmt: skip
 
     facts = (data.shape, data.stride(), scale.shape, scale.stride(), tile.kind, tile.block, sampled, programs)
-    launch(look_kernel, facts if x is None else (*facts, x.stride()), (x, data, scale, bins, partial), work_out)
+    launch(look_kernel, facts if x is None else (*facts, x.stride()), (data, scale, x, bins, partial), work_out)
     _finish(row, partial, fmax, x is not None, True)
 
 
@@ -277,9 +277,9 @@ def look_at_errors(row: Row, x: Tensor, stored: Any, limit: float, start: int) -
     programs = _programs(count, ELEMENTS)
     partial = torch.empty(PARTS, programs, dtype=torch.float64, device=data.device)
     facts = (count, start, data.shape, scale.stride(), tile.kind, tile.block, programs)
-    launch(errors_kernel, facts, (x, data, scale, partial), lambda: (
+    launch(errors_kernel, facts, (data, scale, x, partial), lambda: (
         (programs,),
-        (x, data, scale, partial, count, start, start + count, width, *_scale_strides(scale, tile)),
+        (data, scale, x, partial, count, start, start + count, width, *_scale_strides(scale, tile)),
         _constants(fmax, limit, tile) | {"BLOCK": SAMPLE_ROWS * SAMPLE_COLUMNS},
     ))  # fmt: skip
     _finish(row, partial, fmax, True, False)

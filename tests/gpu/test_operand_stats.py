@@ -1,6 +1,6 @@
 """The monitor's kernels against their twin on the CPU: counts, extremes and histograms exactly, energies to 1e-12.
 
-Without a GPU, `tests/kernels` runs this file in Triton's interpreter.
+Without a GPU, `tests/kernels` runs this file in Triton's interpreter, and some of it in the PTX emulator.
 """
 
 import math
@@ -20,7 +20,7 @@ from tests.cases import quick
 from tests.gpu.quantize_cases import SPECS, holes, normal, wide
 from tests.kernels import testing
 
-DEVICE = testing.test_device()
+DEVICE = testing.test_device() or torch.device("cpu")  # there tests/kernels emulates launches
 INTERPRETING = testing.interpreting()
 if INTERPRETING:
     testing.fix_interpreter()
@@ -98,7 +98,9 @@ def test_every_kind_of_operand(name, orientation):
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8_2d", "tensorwise_e5m2"])
 def test_large_operands_are_sampled(monkeypatch, name):
+    """And programs do several pieces each."""
     monkeypatch.setattr(operand_stats, "SAMPLED", 3 * 128 * 40)
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
     x = normal(1000, 40) * torch.logspace(-3, 3, 1000)[:, None].bfloat16()
     plain, fast, add = seen()
     add(x, quantized(x, name))

@@ -1,4 +1,4 @@
-"""The monitor's kernels: in Triton's interpreter against their twin, and compiled for Hopper."""
+"""The monitor's kernels against their twin: in Triton's interpreter, and compiled for Hopper and emulated."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from megafp8.fp8 import operand_stats
 from megafp8.fp8.operand_stats import OperandStats
 from megafp8.fp8.quantizer import Quantizer
 from tests.cases import quick
+from tests.gpu import test_operand_stats as on_gpu
 from tests.gpu.quantize_cases import SPECS
 from tests.kernels import testing
 
@@ -35,6 +36,24 @@ def test_in_the_interpreter(chosen, count):
     assert int(re.search(r"(\d+) passed", result.stdout).group(1)) == count
 
 
+EMULATED = {
+    "blockwise": lambda: on_gpu.test_every_kind_of_operand("blockwise", "rowwise"),
+    "mxfp8 columns": lambda: on_gpu.test_every_kind_of_operand("mxfp8", "colwise"),
+    "squares, E5M2": lambda: on_gpu.test_every_kind_of_operand("blockwise_2d_fp32", "colwise"),
+    "tensorwise, saturated": lambda: on_gpu.test_saturated_elements_and_scales_alone("tensorwise_e5m2"),
+    "strides": lambda: on_gpu.test_values_of_any_strides(torch.float16),
+    "masters": lambda: on_gpu.test_pieces_of_a_primary_weights_masters("mxfp8_2d"),
+    "bins": on_gpu.test_bins_begin_where_the_numbers_do,
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same tests on the GPU that is here")
+@pytest.mark.parametrize("name", quick(EMULATED, ["mxfp8 columns", "bins"]))
+def test_compiled_code_gives_the_twins_numbers(name):
+    with testing.emulated_launches():
+        EMULATED[name]()
+
+
 def captured(name, dtype=torch.bfloat16):
     """The launches of an operand with values, without, and of masters."""
     x = torch.zeros(256, 1024, dtype=dtype)
@@ -51,7 +70,7 @@ def captured(name, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("name", quick(["blockwise", "mxfp8_2d", "tensorwise_e5m2"], ["mxfp8_2d"]))
 def test_compiles_for_hopper(name):
-    """Two launches an operand; nothing spills, two programs fit on a multiprocessor, values are read 16 bytes at once."""
+    """Two launches an operand; nothing spills, two programs fit on a multiprocessor, loads are of 16 bytes."""
     launches = captured(name)
     assert [launch.kernel.__name__ for launch in launches] == [
         *("look_kernel", "finish_kernel", "look_kernel", "finish_kernel", "errors_kernel", "finish_kernel")
