@@ -74,12 +74,13 @@ class IterationRunner:
             output, watch = self._again(batches, before)
         if self._reruns.active:
             output, watch = self._checked(batches, output, watch, before)
-        noisy = self._report(watch, batches.iteration) if watch is not None else set()
+        totals = self._totals(watch) if watch is not None else None
         batches.at(batches.iteration, "update")
         with parts.timers("optimizer"):
             stats = self._update(output, schedule_samples)
         before[0].restore_where(stats.nan)
         self._last = batches, HostCopy(stats.nan)
+        noisy = self._report(watch, totals, batches.iteration) if watch is not None else set()
         self._change_precisions(noisy, batches.iteration)
         self.times.waited += batches.waited
         return self._schedule.lr(schedule_samples), output, stats
@@ -157,10 +158,17 @@ class IterationRunner:
             with_params_norm=logging.log_params_norm,
         )
 
-    def _report(self, watch: Watch, iteration: int) -> set[str]:
-        """Writes the monitor's lines; returns the linears whose operands are too noisy for FP8."""
+    def _totals(self, watch: Watch) -> HostCopy:
+        """What the monitor has seen, on its way to the host. Before the update: of the weights that the step used."""
         self._monitor.see_weights(watch, self._parts.scaling, self._masters())
-        lines = self._monitor.report(watch, iteration)
+        return HostCopy(self._monitor.totals(watch))
+
+    def _report(self, watch: Watch, totals: HostCopy, iteration: int) -> set[str]:
+        """Writes the monitor's lines; returns the linears whose operands are too noisy for FP8.
+
+        After the update has been queued, so that the device has something to do while the host reads and writes.
+        """
+        lines = self._monitor.report(watch, totals.read(), iteration)
         self._log.monitor(lines)
         return {line["linear"] for line in lines if self._fallbacks.is_too_noisy(line["sqnr_db"])}
 

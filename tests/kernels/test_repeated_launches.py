@@ -19,6 +19,7 @@ from megafp8.kernels import (
     launch,
     norm_grad,
     norm_quantize,
+    operand_stats,
     permute,
     quantize,
     quantize_configs,
@@ -29,6 +30,7 @@ from megafp8.kernels import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
+from megafp8.fp8.quantizer import Quantizer
 from tests.gpu.quantize_cases import SPECS, normal
 
 BLOCKWISE, SQUARES, TENSOR, MXFP8 = (SPECS[name] for name in ("blockwise", "blockwise_2d", "tensorwise", "mxfp8"))
@@ -156,6 +158,17 @@ def grouped_products(x):
     ]
 
 
+def monitor(x):
+    """The monitor's, with values and without, and of masters."""
+    row = operand_stats.Row(torch.zeros(6, dtype=torch.float64), ones(4)[:3], torch.zeros(1024, dtype=torch.int64))
+    for spec in (BLOCKWISE, SQUARES, MXFP8, TENSOR):
+        storage = Quantizer(spec).store_pair(stored(x, spec), None).rowwise
+        operand_stats.look(row, x, storage, 464.0, 1 << 16)
+        operand_stats.look(row, None, storage, 464.0, 1 << 16)
+        operand_stats.look_at_errors(row, x.reshape(-1)[: x.numel() // 2], storage, 464.0, 16)
+    return row
+
+
 CASES = {
     "blockwise": all_copies(BLOCKWISE),
     "blockwise weights": all_copies(SQUARES),
@@ -170,6 +183,7 @@ CASES = {
     "experts": experts,
     "heads": heads,
     "loss": loss,
+    "monitor": monitor,
     "GEMMs": products,
     "grouped GEMMs": grouped_products,
 }
