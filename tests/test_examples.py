@@ -40,7 +40,7 @@ def test_train_moe(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("at_once", ["", "1"], ids=["in turn", "at once"])
 def test_compare_moe(tmp_path, at_once):
-    """The script's way through data, three runs and the verdict, on a model that finishes on a CPU."""
+    """The script's way through data, runs and the verdict, on a model that finishes on a CPU."""
     text = (ROOT / "examples" / "data" / "tinyshakespeare.txt").read_text()
     for start in range(0, 200_000, 5_000):
         (tmp_path / "sources").mkdir(exist_ok=True)
@@ -51,6 +51,7 @@ def test_compare_moe(tmp_path, at_once):
         "--max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 4 --train-iters 4 --eval-iters 8 "
         "--log-interval 1"
     )
-    environment = {"EXTRA": tiny, "VOCAB": "512", "AT_ONCE": at_once}
+    environment = {"EXTRA": tiny, "VOCAB": "512", "AT_ONCE": at_once, "FP8_SEEDS": "1 2"}
     out = run("compare_moe.sh", str(tmp_path / "run"), str(tmp_path / "sources"), timeout=850, **environment)
     assert "FP8, seed 1: within 0.25%" in out
+    assert "FP8, seed 2: within 0.25%" in out

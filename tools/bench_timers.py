@@ -6,7 +6,8 @@
 
 The modes take turns in rounds of STEPS steps each, from an empty queue to an empty queue; `removed` is the code of a
 step with every span taken out of its source. A row has the median milliseconds of a step, and the median over rounds
-of its ratio to `removed` in the same round, with the least and the largest.
+of its ratio to `removed` in the same round, with the least and the largest. Rounds of a step that the host bounds
+scatter by more than a span takes, so the last line says how many a step has, and what one costs the host when off.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import inspect
 import json
 import sys
 import textwrap
+import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -162,6 +164,28 @@ def measure(parts: Parts, rounds: int, steps: int) -> dict[str, list[float]]:
     return times
 
 
+def cost_when_off(parts: Parts) -> tuple[int, float]:
+    """Spans of a step, and microseconds of the host for one that is off."""
+    mode, count = Mode("off", parts), 0
+    spans = mode.timers
+
+    class Counted(type(spans)):
+        def __call__(self, name: str, detail: str = "") -> AbstractContextManager:
+            nonlocal count
+            count += 1
+            return super().__call__(name, detail)
+
+    spans.__class__ = Counted
+    mode.run(1)
+    timers = Timers(parts.device)
+
+    def one() -> None:
+        with timers("forward-compute"):
+            pass
+
+    return count, 1e6 * min(timeit.repeat(one, number=10_000, repeat=5)) / 10_000
+
+
 def rows(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     found = {}
     for name, own in times.items():
@@ -175,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--rounds", type=int, default=10, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="JSON file: mode -> {ms, ratio, least, most}")
+    parser.add_argument("--output", type=Path, help="JSON file: mode -> {ms, ratio, least, most}; spans, us_when_off")
     args = parser.parse_args(argv)
     try:
         check_least(args, 1, "rounds")
@@ -185,13 +209,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     config = parse_args([*FLAGS.split(), *SIZES[args.size].split(), "--device", args.device])
     parallel = build_parallel(config, device)
-    found = rows(measure(build_parts(config, parallel, device), args.rounds, STEPS[args.size]))
+    parts = build_parts(config, parallel, device)
+    found = rows(measure(parts, args.rounds, STEPS[args.size]))
+    spans, each = cost_when_off(parts)
     close_parallel(parallel)
     print(f"{'spans':<10}{'ms a step':>12}{'of removed':>12}{'least':>9}{'most':>9}")
     for name, row in found.items():
         print(f"{name:<10}{row['ms']:>12.3f}{row['ratio']:>12.4f}{row['least']:>9.4f}{row['most']:>9.4f}")
+    share = spans * each / (10 * found["off"]["ms"])
+    print(f"off: {spans} spans a step, {each:.2f} us of the host each: {share:.4f} % of its time")
     if args.output:
-        args.output.write_text(json.dumps(found, indent=1))
+        args.output.write_text(json.dumps(found | {"spans": spans, "us_when_off": each}, indent=1))
     return 0
 
 

@@ -81,7 +81,8 @@ def draw(
         rest[0].set_yscale("log")
     if any(scales):
         rest[-1].set_ylabel("log2(scale_inv)")
-        rest[-1].legend(fontsize="x-small", ncols=2)
+        columns, below = max(1, len(rest[-1].lines) // 3), (0.5, -0.3)
+        rest[-1].legend(fontsize="x-small", ncols=columns, loc="upper center", bbox_to_anchor=below)
     axes[-1].set_xlabel("iteration")
     for axis in axes:
         axis.grid(alpha=0.3)

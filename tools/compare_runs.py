@@ -39,6 +39,9 @@ import numpy as np
 from megafp8.config.tool_parser import ToolParser, check_least, check_output, split_flags
 from megafp8.training.run_log import EVENTS_FILE, read_lines, read_metrics
 
+FORMATS = (".html", ".png", ".svg", ".pdf", ".jpg")
+"""Of what --output writes: a page, or a picture."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -273,6 +276,8 @@ def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float
     budgets |= parse_budgets(args.budgets or [], labels)
     check_least(args, 1, "gpus")
     check_output(args.output)
+    if args.output is not None and args.output.suffix not in FORMATS:
+        raise ValueError(f"--output {args.output}: give a name that ends in one of {', '.join(FORMATS)}")
     return [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)], budgets
 
 
@@ -350,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.output:
         try:
             write_output(args, runs, window, text, notes)
-        except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
+        except OSError as error:
             print(f"compare_runs.py: error: --output {args.output}: {error}", file=sys.stderr)
             return 2
         print(f"{'page' if args.output.suffix == '.html' else 'picture'}: {args.output}")

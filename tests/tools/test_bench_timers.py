@@ -56,14 +56,24 @@ def test_it_runs_in_every_mode(tmp_path, capsys, monkeypatch):
         marked.append(self.level)
         return begin(self, name, detail)
 
+    def uncounted(parts):
+        before = len(marked)
+        result = cost(parts)
+        del marked[before:]
+        return result
+
+    cost = bench_timers.cost_when_off
+    monkeypatch.setattr(bench_timers, "cost_when_off", uncounted)
     monkeypatch.setattr(bench_timers.Timers, "__call__", counted)
     monkeypatch.setattr(bench_timers, "STEPS", {"tiny": 1})
     argv = ["--size", "tiny", "--device", "cpu", "--rounds", "1", "--output", str(tmp_path / "timers.json")]
     assert bench_timers.main(argv) == 0
     found = json.loads((tmp_path / "timers.json").read_text())
-    assert list(found) == list(bench_timers.MODES)
+    assert list(found) == [*bench_timers.MODES, "spans", "us_when_off"]
     assert found["removed"]["ratio"] == 1
     spans = [marked.count(level) for level in range(3)]
     assert spans[1] == spans[2] > 0
     assert spans[0] == 2 * spans[1], "off and profile, and not removed"
+    assert found["spans"] == spans[1] / 2, "of a step; each mode ran two"
+    assert 0 < found["us_when_off"] < 1000
     assert "of removed" in capsys.readouterr().out

@@ -143,6 +143,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, capsys):
     [
         (["--output", "OUT/file/x.png"], "--output"),
         (["--output", "OUT/x.xyz"], "--output"),
+        (["--output", "OUT/x"], "--output"),
         (["--max-gap", "nan"], "--max-gap"),
     ],
 )
@@ -280,3 +281,20 @@ def test_a_layout_of_one_flag_is_told_how_to_be_written(capsys):
 
 def rows_of(capsys):
     return [line.split() for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("note")]
+
+
+def test_the_published_regression_says_what_the_page_says(tmp_path, capsys):
+    """docs/trust.md quotes its runs' table; the runs lie beside it."""
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    runs = [docs / "regression" / name for name in ("bf16", "bf16-seed2", "blockwise", "tensorwise")]
+    budgets = ["--noise", "bf16-seed2", "--budgets", "blockwise=0.0025", "tensorwise=0.005"]
+    assert compare_runs.main([*map(str, runs), *budgets, "--output", str(tmp_path / "loss.png")]) == 0
+    told = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if "%  " in line}
+    cells = [line.split("|") for line in (docs / "trust.md").read_text().splitlines()]
+    rows = {row[1].strip(" `"): row for row in cells if len(row) == 11}
+    for name, (_, _, train, valid, gap, valid_gap, *_) in told.items():
+        row = rows[name]
+        assert [cell.strip() for cell in row[2:4]] == [train, valid]
+        for cell, number in ((row[4], gap), (row[5], valid_gap)):
+            assert float(cell.split()[0]) == pytest.approx(float(number.strip("%")), abs=0.006)
+    assert {"bf16-seed2", "blockwise", "tensorwise"} <= set(told)
