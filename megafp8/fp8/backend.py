@@ -39,6 +39,12 @@ def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     return kernels[1].transpose(data), (scale_inv if tile.kind == "tensor" else scale_inv.t())
 
 
+def transpose(data: Tensor) -> Tensor:
+    """`reference.transpose`."""
+    kernels = _kernels() if data.is_cuda else None
+    return reference.transpose(data) if kernels is None else kernels[1].transpose(data)
+
+
 def transpose_each(data: Tensor) -> Tensor:
     """`reference.transpose` of each of `[G, N, K]`: `[G, K, N]`."""
     out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=data.dtype, device=data.device)
