@@ -26,6 +26,7 @@ from .quantize_device import (
     load_or_zero,
     load_row_scales,
     nonfinite_to_nan,
+    source_rows,
     tile_indices,
     tile_layout,
     tile_mask,
@@ -118,17 +119,6 @@ def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scal
             emit_colwise(x, m0, k0, col, first_block, epsilon, N, m_end, K, SPEC, EVEN)
     if PART != 0:
         emit_columns(memory, m0, k0, col, first_block, epsilon, N, m_end, K, SPEC, EVEN)
-
-
-@jit
-def source_rows(index_ptr, m0, m_end, M, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(rows of the input, which of them exist) for ROWS result rows."""
-    rows = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    valid = rows < m_end
-    if index_ptr is not None:
-        rows = gl.load(index_ptr + rows, mask=valid, other=-1).to(gl.int64)
-        valid = (rows >= 0) & (rows < M)
-    return rows, valid
 
 
 @jit

@@ -68,6 +68,32 @@ def row_kernels() -> ModuleType | None:
     return permute
 
 
+@cache
+def _expert_kernels() -> ModuleType | None:
+    try:
+        from megafp8.kernels import quantize_experts
+    except ImportError:
+        return None
+    return quantize_experts
+
+
+def expert_kernels(x: Tensor, block: int) -> ModuleType | None:
+    """Kernels for one scale an expert; None where there are none for `x`, or for experts that begin at multiples of
+    `block` rows."""
+    kernels = _expert_kernels() if x.is_cuda else None
+    return kernels if kernels is not None and block % kernels.ALIGNMENT == 0 else None
+
+
+def pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    """Rows `index` (int64) of `x [T, K]`, `fill` where that is negative."""
+    kernels = row_kernels() if x.is_cuda and not fill else None
+    if kernels is not None and len(x) and kernels.supports(x):
+        return kernels.spread(x, index)
+    if not len(x):
+        return x.new_full((len(index), *x.shape[1:]), fill)
+    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
+
+
 def together(data: Tensor) -> Tensor:
     """FP8 rows that lie apart, copied together."""
     kernels = row_kernels() if data.is_cuda else None

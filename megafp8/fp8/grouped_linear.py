@@ -6,8 +6,8 @@
 
 Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
 tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor each
-linear's rows have a scale of their own (`expert_scales.py`), from their amax or from a history; there the filling saves
-copies before wgrad. Sizes stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM
+linear's rows have a scale of their own (`expert_scales.py`), from their amax or from a history; there the filling lets
+one pass make all copies. Sizes stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM
 reads them.
 
 What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,11 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from megafp8.fp8 import expert_scales, gemm, grouped_matmul
 from megafp8.fp8.expert_scales import Groups
+from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import Remade, pick, produce, to_save
 from megafp8.fp8.producer import Producer, Want
-from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import ROLES, Recipe
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
@@ -49,37 +50,22 @@ class GroupedArgs(LinearArgs):
     alignment: int = 1
     _groups: Groups | None = None
 
-    @property
-    def scale_each(self) -> bool:
-        """Whether all rows of a linear share a scale, so that none is quantized before they are together."""
-        return self.recipe is not None and self.recipe.quantizer("input").spec.tile.kind == "tensor"
+    def groups(self, rows: int) -> Groups:
+        """Where the linears' rows lie, of `rows` rows; worked out once for all operands, which have the same rows."""
+        if self._groups is None:
+            self._groups = Groups(self.ends, rows, self.alignment)
+        return self._groups
+
+    def want(self, role: str, rows: int, rowwise: bool, colwise: bool, *, record: bool) -> Want:
+        want = want_of(self.recipe, role, self.places, self.step, rowwise, colwise, record=record)
+        return want if _has_tiles(self.recipe) else want.of_experts(self.groups(rows))
 
     def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
-        return None if self.scale_each else Want(self.recipe.quantizer("input"), rowwise, colwise)
-
-    def groups(self, x: Tensor) -> Groups:
-        """Where the linears' rows lie in x; worked out once for all its operands, which have the same rows."""
-        if self._groups is None:
-            self._groups = Groups(self.ends, x.shape[0], self.alignment)
-        return self._groups
+        return self.want("input", rows, rowwise, colwise, record=self.records)
 
     @property
     def history(self) -> ScalingHistory | None:
         return self.step.scaling if self.step is not None and self.recipe.uses_history else None
-
-    def history_scales(self, role: str) -> Tensor | None:
-        """FP32 [G]: the history's; None where scales come from the operands."""
-        return None if self.history is None else self.history.scales(self.places[role])
-
-    def amax(self, role: str, x: Tensor) -> Tensor:
-        """FP32 [G]: with `scale_each`, what each linear's scale is made from. A history is told the rows' amaxes."""
-        quantizer, scales = self.recipe.quantizer(role), self.history_scales(role)
-        # As in dense linears: a recomputed forward has the step's only backward.
-        records = self.history is not None and (self.records if role == "input" else self.step.training)
-        own = expert_scales.amax(quantizer, x, self.groups(x)) if records or scales is None else None
-        if records:
-            self.history.record_all(self.places[role], own)
-        return own if scales is None else expert_scales.amax_for(quantizer, scales)
 
     def weight_operand(self, gemm_name: str) -> QuantizedStorage:
         if self.history is None:
@@ -89,15 +75,17 @@ class GroupedArgs(LinearArgs):
         for weight in self.stack.weights:
             if weight.primary is not None and weight.primary.scale is not self.history.scale(weight.history_name):
                 raise RuntimeError("FP8 primary weights have other scales than the history: Optimizer.write_weights()")
-        return self.stack.operand(gemm_name, self.history_scales("weight"))
+        return self.stack.operand(gemm_name, self.history.scales(self.places["weight"]))
 
-    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool, amax: Tensor | None = None) -> Quantized:
-        """All linears' rows. amax: with `scale_each`, what each linear's scale is made from, if that is known."""
-        quantizer = self.recipe.quantizer(role)
-        if self.scale_each:
-            amax = self.amax(role, x) if amax is None else amax
-            return expert_scales.quantize(quantizer, x, self.groups(x), rowwise, colwise, amax)
-        return quantizer.quantize(x, rowwise, colwise)
+    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool) -> Quantized:
+        """All linears' rows, of the step's first look at them."""
+        # As in dense linears: a recomputed forward has the step's only backward.
+        record = self.records if role == "input" else self.step is not None and self.step.training
+        want = self.want(role, x.shape[0], rowwise, colwise, record=record)
+        want = want if want.record is None else want.measuring(x.device)
+        quantized = want.quantize(x)
+        want.measured()
+        return quantized
 
     def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
         """Shows each linear's rows to the step's observer, if any; that waits for the number of rows."""
@@ -110,6 +98,29 @@ class GroupedArgs(LinearArgs):
             own = replace(whole, data=whole.data[rows], scale_inv=whole.scale_inv[scales])
             self.step.observer.see(f"{name}/{role}", None if value is None else value[rows], Quantized(own))
             start = end
+
+
+def _has_tiles(recipe: Recipe) -> bool:
+    """Whether rows are quantized tile by tile; else all rows of a linear share a scale."""
+    return recipe.quantizer("input").spec.tile.kind != "tensor"
+
+
+def want_of(
+    recipe: Recipe,
+    role: str,
+    places: Mapping[str, tuple[str, ...]],
+    step: StepContext | None,
+    rowwise: bool,
+    colwise: bool,
+    *,
+    record: bool,
+) -> Want:
+    """How rows of grouped linears are wanted, but for where they lie. record: a history is told their amaxes."""
+    if not recipe.uses_history:
+        return Want(recipe.quantizer(role), rowwise, colwise)
+    history, names = step.scaling, places[role]
+    note = partial(history.record_all, names) if record else None
+    return Want(recipe.quantizer(role), rowwise, colwise, scale=history.scales(names), record=note)
 
 
 def can_group(linears: Sequence[Linear]) -> bool:
@@ -164,15 +175,38 @@ class GroupedLinear:
             self._stack = WeightStack(owners)
         return self._stack
 
-    @property
-    def row_quantizer(self) -> Quantizer | None:
-        """What quantizes the rows of the input one by one, wherever they are; None where it takes all of a linear's."""
-        recipe = self.linears[0].recipe
-        return recipe.quantizer("input") if recipe is not None and runs_grouped(recipe) else None
+    def row_spec(self, step: StepContext, alignment: int) -> RowSpec:
+        """How rows of the input are wanted, which begin at multiples of `alignment`."""
+        first = self.linears[0]
+        recipe, colwise = first.recipe, first.input_spec(step.training and torch.is_grad_enabled()).colwise
+        if recipe is None or (not _has_tiles(recipe) and step.observer is not None):
+            return RowSpec(alignment=alignment)  # who observes wants to see the values
+        if _has_tiles(recipe):
+            return RowSpec(recipe.quantizer("input"), colwise, alignment)
+        step = first._step(step)
+        each = want_of(recipe, "input", self._places, step, True, colwise, record=step.records)
+        return RowSpec(each.quantizer, colwise, alignment, each)
 
-    def grad_want(self, step: StepContext | None) -> Want | None:
-        """How the gradient of the output is wanted; None: in high precision."""
-        return None if self.row_quantizer is None else self.linears[0].grad_want(step)
+    def grad_want(self, step: StepContext | None, groups: Groups) -> Want | None:
+        """How the gradient of the output is wanted; None: in high precision. groups: where rows lie."""
+        each = self.each_grad_want(step)
+        return self.linears[0].grad_want(step) if each is None else each.of_experts(groups)
+
+    def each_grad_want(self, step: StepContext | None) -> Want | None:
+        """The same, where all rows of a linear share a scale, but for where they lie; else None."""
+        first = self.linears[0]
+        if first.recipe is None or _has_tiles(first.recipe):
+            return None
+        step, wanted = first._step(step), first.facts().grad_wanted[True, first.weight.requires_grad]
+        record = step is not None and step.training  # a recomputed forward has the step's only backward
+        orientations = "rowwise" in wanted, "colwise" in wanted
+        return want_of(first.recipe, "grad_output", self._places, step, *orientations, record=record)
+
+    def gradient_spec(self, step: StepContext | None, alignment: int) -> RowSpec | None:
+        """How rows of the output's gradient are wanted; None: in high precision."""
+        each = self.each_grad_want(step)
+        want = self.linears[0].grad_want(step) if each is None else each
+        return None if want is None else RowSpec(want.quantizer, want.colwise, alignment, each)
 
     def __call__(
         self,
@@ -219,18 +253,15 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, args: GroupedArgs, count: int, *rest: Tensor) -> Tensor:
         tensors, weights = rest[:count], rest[count:]
-        ctx.args, ctx.producer_tensors, made, amax = args, count, (), None
+        ctx.args, ctx.producer_tensors, made = args, count, ()
         needs_wgrad = args.keep and weights[0].requires_grad
         if args.producer is not None:
             x, made = produce(x, tensors, args, needs_wgrad)
-            if args.scale_each:  # the value that backward makes again may be another, but has the same scale
-                amax = args.amax("input", x)
-                made = (*made, amax) if args.keep else ()
         if args.recipe is None:
             x = x.dequantize(args.dtype) if isinstance(x, QuantizedTensor) else x.to(args.dtype)
             y, kept = grouped_matmul.fprop(x, args.stack.values(args.dtype), args.ends), x
         else:
-            y, kept = _fprop_fp8(x, args, needs_wgrad, amax)
+            y, kept = _fprop_fp8(x, args, needs_wgrad)
         own, ctx.rebuild = to_save(kept if needs_wgrad else None)
         ctx.counts = len(own), len(made)
         # The weights are saved so that PyTorch refuses a backward after they were written to.
@@ -244,28 +275,26 @@ class GroupedLinearFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         needs_dgrad = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3 : 3 + count])
         needs_wgrad = ctx.needs_input_grad[3 + count]
-        x, options = ctx.rebuild(*saved[:own]), {}
+        x = ctx.rebuild(*saved[:own])
         if args.producer is not None:
-            last = own + made - args.scale_each
-            options = {"amax": saved[last]} if args.scale_each else {}
-            x = Remade(args, x, tuple(saved[own:last]), tuple(saved[own + made : own + made + count]))
+            x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made : own + made + count]))
         run = _backward_high_precision if args.recipe is None else _backward_fp8
-        dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad, **options)
+        dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad)
         dws = deliver_stack(args, wgrad) if needs_wgrad else (None,) * len(args.stack.params)
         return dx, None, None, *(others or (None,) * count), *dws
 
 
 def _fprop_fp8(
-    x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool, amax: Tensor | None = None
+    x: Tensor | Quantized, args: GroupedArgs, needs_wgrad: bool
 ) -> tuple[Tensor, QuantizedStorage | Tensor | None]:
-    """Y, and what to keep of x for wgrad. amax: what each linear's scale is made from, where that is known already."""
+    """Y, and what to keep of x for wgrad."""
     orientation = args.needs("input")["wgrad"]
     given = x.quantized if isinstance(x, QuantizedTensor) else x if isinstance(x, Quantized) else None
     remakes = args.requantize_input and args.producer is not None
     value = None
     if given is None:
         colwise, value = needs_wgrad and orientation == "colwise" and not remakes, x
-        given = args.quantize("input", x, True, colwise, amax)
+        given = args.quantize("input", x, True, colwise)
     shown = args.producer is not None and value is None  # a producer's bytes have been shown
     if not shown and args.step is not None and args.step.records:
         args.observe("input", given, lambda: value)
@@ -293,10 +322,8 @@ def _backward_fp8(
     args: GroupedArgs,
     needs_dgrad: bool,
     needs_wgrad: bool,
-    amax: Tensor | None = None,
 ) -> tuple[Tensor | None, Wgrad | None, tuple]:
-    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once. amax: of a producer's value in
-    forward, where each linear's rows have one scale."""
+    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once."""
     needs, ends = args.needs("grad_output"), args.ends
     wanted = {needs[name] for name, on in (("dgrad", needs_dgrad), ("wgrad", needs_wgrad)) if on}
     if not wanted:
@@ -318,9 +345,6 @@ def _backward_fp8(
             x = x.again()
     if not needs_wgrad:
         return dx, None, others
-    if isinstance(x, Tensor):
-        orientation = args.needs("input")["wgrad"]
-        x = pick(args.quantize("input", x, orientation == "rowwise", orientation == "colwise", amax), orientation)
     grad_output, alignment, backend = pick(quantized, needs["wgrad"]), args.alignment, args.backend
 
     def wgrad(out: Tensor | None, adds: bool) -> Tensor:

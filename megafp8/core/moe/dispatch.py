@@ -78,7 +78,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Permutation, spec: RowSpec) -> Tensor | QuantizedTensor:
         ctx.save_for_backward(order.rows, order.kept)
-        return take_rows(x, order.tokens, spec, x.dtype)
+        return take_rows(x, order.tokens, spec, x.dtype, order.ends)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:

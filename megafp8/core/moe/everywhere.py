@@ -70,7 +70,7 @@ class _Take(torch.autograd.Function):
     ) -> tuple[Tensor | QuantizedTensor, Tensor]:
         ctx.axis, ctx.order, order = sent.axis, sent.order, sent.order
         source = tokens if sent.quantizer is None else unpack(sent.quantizer, tokens, x.shape[1])
-        rows = take_rows(source, order.tokens, spec, x.dtype)
+        rows = take_rows(source, order.tokens, spec, x.dtype, order.ends)
         return rows, spread(all_weights.reshape(-1, 1), order.choices, order.empty).squeeze(1)
 
     @staticmethod

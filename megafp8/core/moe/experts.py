@@ -17,6 +17,7 @@ from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.mlp import MLP
 from megafp8.core.transformer.recompute import remade
 from megafp8.fp8 import Linear
+from megafp8.fp8.expert_scales import Groups
 from megafp8.fp8.grouped_linear import GroupedLinear, can_group, rows_alignment
 from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.tensor import QuantizedTensor
@@ -65,21 +66,18 @@ class Experts(nn.ModuleList):
         """Whether all run as one; else one after the other."""
         return not self.apart and all(can_group(grouped.linears) for grouped in self._grouped)
 
-    def row_spec(self, *, training: bool) -> RowSpec:
-        """How their input is wanted; training: whether backward follows."""
+    def row_spec(self, step: StepContext) -> RowSpec:
+        """How their input is wanted."""
         if not self.groups:
             return RowSpec()
-        fc1, fc2 = (grouped.linears for grouped in self._grouped)
-        quantizer, alignment = self._grouped[0].row_quantizer, math.lcm(rows_alignment(fc1), rows_alignment(fc2))
-        first = fc1[0].input_spec(training and torch.is_grad_enabled())
-        return RowSpec(quantizer, quantizer is not None and first.colwise, alignment)
+        fc1, fc2 = self._grouped
+        return fc1.row_spec(step, math.lcm(rows_alignment(fc1.linears), rows_alignment(fc2.linears)))
 
     def gradient_spec(self, rows: ExpertRows, step: StepContext) -> RowSpec | None:
         """How the gradient of their output is wanted; None: in high precision."""
         if rows.alignment is None or step.observer is not None:  # who observes wants to see the values
             return None
-        want = self._grouped[1].grad_want(step)
-        return None if want is None else RowSpec(want.quantizer, want.colwise, rows.alignment)
+        return self._grouped[1].gradient_spec(step, rows.alignment)
 
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
         """Returns [R, hidden].
@@ -92,7 +90,7 @@ class Experts(nn.ModuleList):
         mlp, options = self[0], {"ends": rows.ends, "step": step, "alignment": rows.alignment}
         inner = fc1(rows.x, **options)
         if mlp.fc2.takes_producer:
-            want = fc1.grad_want(step)
+            want = fc1.grad_want(step, Groups(rows.ends, len(rows.weights), rows.alignment))
             return fc2(inner, producer=mlp.activation, tensors=(rows.weights,), grad_want=want, **options)
         y = mlp.activation(inner, rows.weights)
         if self.recomputed or not mlp.remake:
