@@ -23,10 +23,12 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`reference.dequantize`."""
+    """`reference.dequantize`, of one operand or of a stack of them, `[G, M, K]` with scales `[G, ...]`."""
     kernels = _kernels() if data.is_cuda else None
     if kernels is not None and kernels[0].supports(data, scale_inv):
         return kernels[0].dequantize(data, scale_inv, tile, dtype)
+    if data.dim() == 3:
+        return torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scale_inv, strict=True)])
     return reference.dequantize(data, scale_inv, tile, dtype)
 
 

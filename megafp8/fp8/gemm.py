@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import gemm_speed, reference, scaled_mm, triton_gemm
+from megafp8.fp8 import decoded_gemm, gemm_speed, reference, scaled_mm, triton_gemm
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
 from megafp8.fp8.storage import QuantizedStorage, gemm_layout
@@ -46,13 +46,14 @@ class Capability:
 
     cublaslt: FP8 GEMMs of cuBLASLt. triton: what the project's kernels need (TMA). any_layout: tensorwise operands need
     not be K-major. native_mxfp8: block-scaled tensor cores, which run blockwise with power-of-two scales as well.
-    name: of the device, as `torch.cuda.get_device_name` says.
+    grouped_bf16: `torch._grouped_mm` is one kernel of the device. name: of the device, as `torch.cuda.get_device_name` says.
     """
 
     cublaslt: bool = False
     triton: bool = False
     any_layout: bool = False
     native_mxfp8: bool = False
+    grouped_bf16: bool = False
     name: str = ""
 
 
@@ -63,7 +64,8 @@ def capability(device: torch.device) -> Capability:
         return Capability()
     sm, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     blackwell = sm[0] == 10
-    return Capability(sm >= (8, 9), sm >= (9, 0), any_layout=blackwell, native_mxfp8=blackwell, name=name)
+    options = {"any_layout": blackwell, "native_mxfp8": blackwell, "grouped_bf16": sm == (9, 0), "name": name}
+    return Capability(sm >= (8, 9), sm >= (9, 0), **options)
 
 
 def needs(recipe: Recipe, role: str, device: torch.device) -> dict[str, str]:
@@ -320,7 +322,10 @@ def _multiply_grouped(
     """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able)
-    if _runs_grouped(a, b, triton_gemm.refuses_grouped(a, b, out_dtype, able.native_mxfp8), backend):
+    reason = triton_gemm.refuses_grouped(a, b, out_dtype, able.native_mxfp8)
+    if _decodes(a, b, reason, backend) and decoded_gemm.suits_grouped(a, b, out_dtype):
+        return decoded_gemm.matmul_grouped(a, b, ends, out_dtype)
+    if _runs_grouped(a, b, reason, backend):
         return triton_gemm.matmul_grouped(a, b, ends, out_dtype, fast)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
@@ -336,7 +341,10 @@ def _wgrad_grouped(
     """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able, alignment)
-    if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8), backend):
+    reason = triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8)
+    if _decodes(a, b, reason, backend) and decoded_gemm.suits_wgrad_grouped(a, b, alignment):
+        return decoded_gemm.wgrad_grouped(a, b, ends, out, adds)
+    if _runs_grouped(a, b, reason, backend):
         return triton_gemm.wgrad_grouped(a, b, ends, out, alignment, adds)
     if out is None:
         out, adds = torch.empty(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device), False
@@ -344,6 +352,14 @@ def _wgrad_grouped(
     for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
         _multiply(part_a, part_b, None, torch.float32, backend, out[index], adds=adds)
     return out
+
+
+def _decodes(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, backend: str) -> bool:
+    """Whether operands in MXFP8, which the device can't multiply for that `reason`, had best be decoded first."""
+    if backend != "auto" or not capability(a.data.device).grouped_bf16 or not triton_gemm.decodes(a, b, reason):
+        return False
+    _say_emulated(reason)
+    return True
 
 
 def _runs_grouped(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, backend: str) -> bool:
