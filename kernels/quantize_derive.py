@@ -9,6 +9,7 @@ as the E8M0 codes of their 32-wide quarters.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,9 +140,14 @@ def copy_rows(q, scale, m0, k0, row, M, K, B: gl.constexpr):
 
 
 @jit
-def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+def transpose_kernel(x_ptr, out_ptr, M, K, stride_g, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
+    """Of a stack of matrices one after the other."""
+    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(K, BLOCK_K)
+    g = (gl.program_id(0) // tiles).to(gl.int64)
+    m0, k0 = tile_origin(gl.program_id(0) % tiles, K, BLOCK_M, BLOCK_K)
+    x_ptr += g * stride_g
+    out_ptr += g * M * K
     rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     q = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)
     store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN)
@@ -235,14 +241,15 @@ def _check_grouped(spec: Spec, rowwise: bool, colwise: bool, derives: bool) -> N
 
 
 def transpose(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed. out: contiguous [K, M]."""
-    M, K = data.shape
-    out = torch.empty(K, M, dtype=data.dtype, device=data.device) if out is None else out
+    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed, or of each of a stack of them
+    [G, M, K]. out: contiguous [K, M] or [G, K, M]."""
+    *groups, M, K = data.shape
+    out = torch.empty(*groups, K, M, dtype=data.dtype, device=data.device) if out is None else out
     if data.numel():
         config = chosen("transpose")
-        transpose_kernel[config.grid(M, K, data.device)](
-            data.view(torch.uint8), out.view(torch.uint8), M, K, *data.stride(), EVEN=config.even(M, K),
-            **config.options())
+        strides = data.stride() if groups else (0, *data.stride())
+        transpose_kernel[(config.grid(M, K, data.device)[0] * math.prod(groups),)](
+            data.view(torch.uint8), out.view(torch.uint8), M, K, *strides, EVEN=config.even(M, K), **config.options())
     return out
 
 

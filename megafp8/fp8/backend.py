@@ -42,14 +42,10 @@ def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
 
 def transpose_each(data: Tensor) -> Tensor:
     """`reference.transpose` of each of `[G, N, K]`: `[G, K, N]`."""
-    out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=data.dtype, device=data.device)
     kernels = _kernels() if data.is_cuda else None
-    if kernels is None:
-        out.view(torch.uint8).copy_(data.view(torch.uint8).transpose(1, 2))
-        return out
-    for source, target in zip(data, out, strict=True):
-        kernels[1].transpose(source, target)
-    return out
+    if kernels is not None:
+        return kernels[1].transpose(data)
+    return data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:

@@ -126,12 +126,16 @@ def want_of(
 def can_group(linears: Sequence[Linear]) -> bool:
     """Whether these linears run as one: alike, and with scales that can be kept apart."""
     first = linears[0]
-    recipe, shape = first.recipe, first.weight.shape
-    one = all(linear.recipe is recipe or linear.recipe == recipe for linear in linears)
-    alike = one and all(linear.weight.shape == shape for linear in linears)
-    plain = all(linear.bias is None and linear.comm.grid is None for linear in linears)
-    trained = len({linear.weight.requires_grad for linear in linears}) == 1
-    return alike and plain and trained and (runs_grouped(first.recipe) or _own_scales(first))
+    recipe, shape, trained = first.recipe, first.weight.shape, first.weight.requires_grad
+    for linear in linears:  # asked in every forward, of hundreds of experts
+        weight = linear._parameters["weight"]
+        if linear.recipe is not recipe and linear.recipe != recipe:
+            return False
+        if linear.bias is not None or linear.comm.grid is not None:
+            return False
+        if weight.requires_grad != trained or weight.shape != shape:
+            return False
+    return runs_grouped(recipe) or _own_scales(first)
 
 
 def runs_grouped(recipe: Recipe | None) -> bool:
@@ -170,10 +174,20 @@ class GroupedLinear:
 
     @property
     def stack(self) -> WeightStack:
-        owners = [linear._own_weight() for linear in self.linears]
-        if self._stack is None or not self._stack.is_of(owners):
-            self._stack = WeightStack(owners)
+        if not self._is_current():
+            self._stack = WeightStack([linear._own_weight() for linear in self.linears])
         return self._stack
+
+    def _is_current(self) -> bool:
+        """Whether the stack is of the linears' parameters and recipes as they are now."""
+        if self._stack is None:
+            return False
+        for linear, weight in zip(self.linears, self._stack.weights, strict=True):
+            if linear._parameters["weight"] is not weight.param or linear.recipe is not weight.recipe:
+                return False
+            if linear._owner is not weight:
+                return False
+        return True
 
     def row_spec(self, step: StepContext, alignment: int) -> RowSpec:
         """How rows of the input are wanted, which begin at multiples of `alignment`."""
@@ -244,11 +258,14 @@ class GroupedLinear:
             ends=ends,
             alignment=alignment,
         )
-        return GroupedLinearFunction.apply(x, args, len(tensors), *tensors, *stack.params)
+        # Where gradients go into a sink, one weight stands for all: autograd's work for each input takes the host time.
+        weights = stack.params if step is None or step.grads is None else stack.params[:1]
+        return GroupedLinearFunction.apply(x, args, len(tensors), *tensors, *weights)
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """x: [R, K]; with a producer its input, and `rest` its tensors, then all weights. Returns [R, N]."""
+    """x: [R, K]; with a producer its input, and `rest` its tensors, then all weights, or with a sink for their gradients
+    the first. Returns [R, N]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, args: GroupedArgs, count: int, *rest: Tensor) -> Tensor:
@@ -264,14 +281,16 @@ class GroupedLinearFunction(torch.autograd.Function):
             y, kept = _fprop_fp8(x, args, needs_wgrad)
         own, ctx.rebuild = to_save(kept if needs_wgrad else None)
         ctx.counts = len(own), len(made)
-        # The weights are saved so that PyTorch refuses a backward after they were written to.
-        ctx.save_for_backward(*own, *made, *rest)
+        ctx.versions = args.stack.versions()
+        ctx.save_for_backward(*own, *made, *tensors)
         return y
 
     @staticmethod
     @once_differentiable  # a gradient of the gradient would silently lack these linears
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         args, (own, made), count = ctx.args, ctx.counts, ctx.producer_tensors
+        if ctx.versions != args.stack.versions():  # what PyTorch says of saved tensors
+            raise RuntimeError(f"weights of {args.names[0]} and others have been modified by an inplace operation")
         saved = ctx.saved_tensors
         needs_dgrad = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3 : 3 + count])
         needs_wgrad = ctx.needs_input_grad[3 + count]
@@ -280,7 +299,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made : own + made + count]))
         run = _backward_high_precision if args.recipe is None else _backward_fp8
         dx, wgrad, others = run(dy, x, args, needs_dgrad, needs_wgrad)
-        dws = deliver_stack(args, wgrad) if needs_wgrad else (None,) * len(args.stack.params)
+        dws = deliver_stack(args, wgrad) if needs_wgrad else ()
+        dws = dws or (None,) * (len(ctx.needs_input_grad) - 3 - count)
         return dx, None, None, *(others or (None,) * count), *dws
 
 
@@ -353,8 +373,9 @@ def _backward_fp8(
     return dx, Wgrad(wgrad, grad_output.nbytes + x.nbytes), others
 
 
-def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor | None, ...]:
-    """Delivers the gradients of all weights, now or when the step's queue runs them."""
+def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor, ...]:
+    """Delivers the gradients of all weights, now or when the step's queue runs them: to the step's sink, or returns
+    them where there is none."""
     params, step = args.stack.params, args.step
     if step is None or step.grads is None:
         return tuple(dw.to(param.dtype) for dw, param in zip(wgrad.run(None, False), params, strict=True))
@@ -378,4 +399,4 @@ def deliver_stack(args: GroupedArgs, wgrad: Wgrad) -> tuple[Tensor | None, ...]:
         step.wgrads.submit(run, wgrad.held_bytes)
     else:
         run()
-    return (None,) * len(params)
+    return ()
