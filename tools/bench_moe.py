@@ -159,15 +159,15 @@ class Bench:
             start += size
         self.x.requires_grad_()
         self.weights = torch.rand(sum(room), device=self.device).requires_grad_()
-        self.counts, self.spec = torch.tensor(room, device=self.device), spec
+        self.ends, self.spec = torch.tensor(room, device=self.device).cumsum(0).to(torch.int32), spec
 
     def forward(self, *, fresh: bool = False) -> Tensor:
         if fresh:
             for mlp in self.experts:
                 for linear in (mlp.fc1, mlp.fc2):
                     linear.weight.owner.publish()
-        rows = _Rows.apply(self.x, self.index, self.spec, self.counts.cumsum(0).to(torch.int32))
-        return self.experts(ExpertRows(rows, self.weights, self.counts, self.spec.alignment), self.step)
+        rows = _Rows.apply(self.x, self.index, self.spec, self.ends)
+        return self.experts(ExpertRows(rows, self.weights, self.ends, self.spec.alignment), self.step)
 
     def run(self) -> None:
         self.forward(fresh=self.fresh).backward(self.dy)

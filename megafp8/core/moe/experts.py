@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +28,14 @@ from megafp8.step import StepContext
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; counts: int64 [E], rows of
-    each, multiples of `alignment`. Rows past the last expert's are nobody's. alignment: None for one by one."""
+    """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; ends: int32 [E], one past
+    each one's last row, multiples of `alignment`. Rows past the last expert's are nobody's. alignment: None for one by
+    one."""
 
     x: Tensor | QuantizedTensor
     weights: Tensor
-    counts: Tensor
+    ends: Tensor
     alignment: int | None = None
-
-    @property
-    def ends(self) -> Tensor:
-        return self.counts.cumsum(0).to(torch.int32)
 
 
 class Experts(nn.ModuleList):
@@ -105,7 +103,8 @@ class Experts(nn.ModuleList):
         return (torch.arange(len(rows.weights), device=rows.weights.device) < rows.ends[-1])[:, None]
 
     def _one_by_one(self, rows: ExpertRows, step: StepContext) -> Tensor:
-        counts = rows.counts.tolist()
+        ends = rows.ends.tolist()
+        counts = [end - start for start, end in pairwise([0, *ends])]
         rest = rows.x.shape[0] - sum(counts)
         *inputs, nobodys = rows.x.split([*counts, rest])
         *weights, _ = rows.weights.split([*counts, rest])
