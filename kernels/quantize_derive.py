@@ -142,12 +142,15 @@ def copy_rows(q, scale, m0, k0, row, M, K, B: gl.constexpr):
 @jit
 def transpose_kernel(x_ptr, out_ptr, M, K, stride_g, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Of a stack of matrices one after the other."""
-    tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(K, BLOCK_K)
-    g = (gl.program_id(0) // tiles).to(gl.int64)
-    m0, k0 = tile_origin(gl.program_id(0) % tiles, K, BLOCK_M, BLOCK_K)
-    x_ptr += g * stride_g
-    out_ptr += g * M * K
+    """stride_g: of a stack of matrices one after the other."""
+    tile = gl.program_id(0)
+    if stride_g is not None:
+        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(K, BLOCK_K)
+        g = (tile // tiles).to(gl.int64)
+        tile = tile % tiles
+        x_ptr += g * stride_g
+        out_ptr += g * M * K
+    m0, k0 = tile_origin(tile, K, BLOCK_M, BLOCK_K)
     rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     q = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)
     store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN)
@@ -247,7 +250,7 @@ def transpose(data: Tensor, out: Tensor | None = None) -> Tensor:
     out = torch.empty(*groups, K, M, dtype=data.dtype, device=data.device) if out is None else out
     if data.numel():
         config = chosen("transpose")
-        strides = data.stride() if groups else (0, *data.stride())
+        strides = data.stride() if groups else (None, *data.stride())
         transpose_kernel[(config.grid(M, K, data.device)[0] * math.prod(groups),)](
             data.view(torch.uint8), out.view(torch.uint8), M, K, *strides, EVEN=config.even(M, K), **config.options())
     return out
