@@ -27,11 +27,11 @@ def _decoded(scale):
 
 @triton.jit
 def dequantize_kernel(data, scale, out, M, K, stride_g, stride_m, scale_stride_g, scale_stride_r, scale_stride_c,
-                      TILE_R: tl.constexpr, TILE_C: tl.constexpr, BLOCK_M: tl.constexpr,
+                      TILE_R: tl.constexpr, TILE_C: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_K: tl.constexpr):  # fmt: skip
     """RN32(data * scale_inv), rounded to out's dtype; tiles of TILE_R x TILE_C, TILE_C = 0: one scale for all.
 
-    Of a stack of matrices [G, M, K] one after the other.
+    Of a stack of matrices [G, M, K] one after the other. TRANSPOSED: out is [G, K, M].
     """
     columns = tl.cdiv(K, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * columns
@@ -59,8 +59,13 @@ def dequantize_kernel(data, scale, out, M, K, stride_g, stride_m, scale_stride_g
     else:
         places = (rows // TILE_R)[:, None] * scale_stride_r + (cols // TILE_C)[None, :] * scale_stride_c
         values *= _decoded(tl.load(scale + places, mask=mask, other=0))
-    offsets = g * M * K + rows[:, None] * K + cols[None, :]
-    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
+    values = values.to(out.dtype.element_ty)
+    out += g * M * K
+    if TRANSPOSED:
+        inside = (cols < K)[:, None] & (rows < M)[None, :]
+        tl.store(out + cols[:, None] * M + rows[None, :], tl.trans(values), mask=inside)
+    else:
+        tl.store(out + rows[:, None] * K + cols[None, :], values, mask=mask)
 
 
 def supports(data: Tensor, scale_inv: Tensor) -> bool:
@@ -68,17 +73,20 @@ def supports(data: Tensor, scale_inv: Tensor) -> bool:
     return data.is_cuda and data.stride(-1) == 1
 
 
-def dequantize(data: Tensor, scale_inv: Tensor, tile: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(data: Tensor, scale_inv: Tensor, tile: Any, dtype: torch.dtype = torch.float32, *,
+               transposed: bool = False) -> Tensor:  # fmt: skip
     """Values of a stored `[M, K]` operand in its stored orientation, or of a stack of them, `[G, M, K]` with scales
-    `[G, ...]`. tile: kind ("tensor", "1d", "2d") and block."""
+    `[G, ...]`. tile: kind ("tensor", "1d", "2d") and block. transposed: as `[K, M]`, or `[G, K, M]`."""
     *groups, M, K = data.shape
-    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    shape = (*groups, K, M) if transposed else (*groups, M, K)
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    height = 2 * _ROWS if transposed else _ROWS
     strides = (0, 0) if tile.kind == "tensor" else scale_inv.stride()[-2:]
     of_groups = (data.stride(0), scale_inv.stride(0)) if groups else (0, 0)
     scale_inv = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
     if data.numel():
-        dequantize_kernel[(triton.cdiv(M, _ROWS) * triton.cdiv(K, _COLUMNS) * math.prod(groups),)](
+        dequantize_kernel[(triton.cdiv(M, height) * triton.cdiv(K, _COLUMNS) * math.prod(groups),)](
             data, scale_inv, out, M, K, of_groups[0], data.stride(-2), of_groups[1], *strides,
             TILE_R=tile.block if tile.kind == "2d" else 1, TILE_C=0 if tile.kind == "tensor" else tile.block,
-            BLOCK_M=_ROWS, BLOCK_K=_COLUMNS, num_warps=4)  # fmt: skip
+            TRANSPOSED=transposed, BLOCK_M=height, BLOCK_K=_COLUMNS, num_warps=8 if transposed else 4)  # fmt: skip
     return out

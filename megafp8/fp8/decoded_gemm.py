@@ -17,7 +17,7 @@ from torch import Tensor
 from megafp8.fp8 import backend, grouped_matmul
 from megafp8.fp8.storage import QuantizedStorage
 
-_ALIGNED = 8  # BF16 numbers at whose multiples `torch._grouped_mm` reads rows, and tokens that it sums over
+_ALIGNED = 8  # BF16 numbers at whose multiples `torch._grouped_mm` reads rows
 
 
 def suits_grouped(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype) -> bool:
@@ -30,7 +30,7 @@ def suits_wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, alignment: int
     tiles the codes of the whole buffer are those of each expert."""
     tokens, block = a.data.shape[1], a.tile.block
     whole = alignment % block == 0 and all(s.scale_inv.shape[1] * block >= tokens for s in (a, b))
-    return whole and not any(n % _ALIGNED for n in (tokens, a.data.shape[0], b.data.shape[0]))
+    return whole and not any(s.data.shape[0] % _ALIGNED for s in (a, b))
 
 
 def matmul_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -39,8 +39,12 @@ def matmul_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_d
 
 
 def wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out: Tensor | None, adds: bool) -> Tensor:
-    """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`."""
-    return grouped_matmul.wgrad(_values(a).t(), _values(b).t(), ends, out, adds)
+    """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, FP32: A `[N, T]`, B `[K, T]`, out `[G, N, K]`.
+
+    Operands become rows of tokens, as those of experts in BF16 are.
+    """
+    x, y = (backend.dequantize_transposed(s.data, s.scale_inv, s.tile, torch.bfloat16) for s in (a, b))
+    return grouped_matmul.wgrad(x, y, ends, out, adds)
 
 
 def _values(stored: QuantizedStorage) -> Tensor:

@@ -71,6 +71,8 @@ class Kernels:
 
     def wgrad(self, dy, x, ends, out=None, adds=True):
         self.called.append("decoded wgrad")
+        assert dy.is_contiguous()
+        assert x.is_contiguous()
         assert {dy.dtype, x.dtype} == {torch.bfloat16}
         out = torch.zeros(len(ends), dy.shape[1], x.shape[1]) if out is None else out
         start = 0

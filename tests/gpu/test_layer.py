@@ -156,6 +156,10 @@ def test_stacks_of_mxfp8_weights_that_lie_apart(shape, kind):
             got = dequantize.dequantize(data.to(CUDA), scales.to(CUDA), tile, dtype).cpu()
             want = torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scales, strict=True)])
             assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+            there = data.to(CUDA), scales.to(CUDA)
+            for stored, right in ((there, want), ((there[0][1 % len(data)], there[1][1 % len(data)]), want[1 % len(data)])):
+                turned = dequantize.dequantize(*stored, tile, dtype, transposed=True).cpu().transpose(-1, -2)
+                assert torch.equal(turned.nan_to_num(1e9), right.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize(("groups", "n", "d"), [(8, 4, 128), (3, 1, 64), (1, 40, 32)])
