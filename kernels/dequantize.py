@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _ROWS, _COLUMNS = 32, 128
 
 
@@ -85,8 +87,11 @@ def dequantize(data: Tensor, scale_inv: Tensor, tile: Any, dtype: torch.dtype = 
     of_groups = (data.stride(0), scale_inv.stride(0)) if groups else (0, 0)
     scale_inv = scale_inv if scale_inv.dtype == torch.float32 else scale_inv.view(torch.uint8)
     if data.numel():
-        dequantize_kernel[(triton.cdiv(M, height) * triton.cdiv(K, _COLUMNS) * math.prod(groups),)](
-            data, scale_inv, out, M, K, of_groups[0], data.stride(-2), of_groups[1], *strides,
-            TILE_R=tile.block if tile.kind == "2d" else 1, TILE_C=0 if tile.kind == "tensor" else tile.block,
-            TRANSPOSED=transposed, BLOCK_M=height, BLOCK_K=_COLUMNS, num_warps=8 if transposed else 4)  # fmt: skip
+        facts = (data.shape, data.stride()[:-1], strides, of_groups, tile.kind, tile.block, transposed)
+        launch(dequantize_kernel, facts, (data, scale_inv, out), lambda: (
+            (triton.cdiv(M, height) * triton.cdiv(K, _COLUMNS) * math.prod(groups),),
+            (data, scale_inv, out, M, K, of_groups[0], data.stride(-2), of_groups[1], *strides),
+            {"TILE_R": tile.block if tile.kind == "2d" else 1, "TILE_C": 0 if tile.kind == "tensor" else tile.block,
+             "TRANSPOSED": transposed, "BLOCK_M": height, "BLOCK_K": _COLUMNS, "num_warps": 8 if transposed else 4},
+        ))  # fmt: skip
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
+from .launch import launch
 from .quantize import Stored, allocate, allocate_scales, pointers, readable, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_device import (
@@ -213,13 +214,18 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
         config = chosen("grouped columns" if not rowwise else "grouped derived" if derived else "grouped")
     row_tiles = N // config.block_m + experts if experts else -(-N // config.block_m)
     if N and K:
-        grouped_kernel[(row_tiles * -(-K // config.block_k),)](
-            x, pointers((x, x_scale))[1] if stored else None, *pointers(row), *pointers(col), offsets, index, experts,
-            M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
-            tile_epsilon(spec),
-            EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment, DERIVED=derived and colwise,
-            EVEN=not experts and index is None and config.even(N, K), PART=config.rows,
-            **spec_arguments(spec), **config.options())
+        facts = (spec, config, M, N, K, experts, alignment, derived and colwise, x.stride(),
+                 stored and x_scale.stride(), scale_ld(row), scale_ld(col))
+        tensors = x, x_scale, *(row or (None, None)), *(col or (None, None)), offsets, index
+        launch(grouped_kernel, facts, tensors, lambda: (
+            (row_tiles * -(-K // config.block_k),),
+            (x, pointers((x, x_scale))[1] if stored else None, *pointers(row), *pointers(col), offsets, index, experts,
+             M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
+             tile_epsilon(spec)),
+            {"EXPERTS": triton.next_power_of_2(max(experts, 1)), "ALIGNMENT": alignment, "DERIVED": derived and colwise,
+             "EVEN": not experts and index is None and config.even(N, K), "PART": config.rows, **spec_arguments(spec),
+             **config.options()},
+        ))  # fmt: skip
         if stored and row and index is not None and tile_epsilon(spec):
             _fill_scales(row[1], spec, (index < 0) | (index >= M))
     return row, col
@@ -251,8 +257,11 @@ def transpose(data: Tensor, out: Tensor | None = None) -> Tensor:
     if data.numel():
         config = chosen("transpose")
         strides = data.stride() if groups else (None, *data.stride())
-        transpose_kernel[(config.grid(M, K, data.device)[0] * math.prod(groups),)](
-            data.view(torch.uint8), out.view(torch.uint8), M, K, *strides, EVEN=config.even(M, K), **config.options())
+        launch(transpose_kernel, (config, data.shape, strides), (data, out), lambda: (
+            (config.grid(M, K, data.device)[0] * math.prod(groups),),
+            (data.view(torch.uint8), out.view(torch.uint8), M, K, *strides),
+            {"EVEN": config.even(M, K), **config.options()},
+        ))  # fmt: skip
     return out
 
 

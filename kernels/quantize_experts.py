@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
+from .launch import launch
 from .quantize import BLOCK, Stored, pointers, readable, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_device import (
@@ -105,8 +106,11 @@ def row_amaxes(x: Tensor) -> Tensor:
     out = torch.empty(M, dtype=torch.float32, device=x.device)
     if M and K:
         config = chosen("row amax")
-        row_amax_kernel[(-(-M // config.block_m),)](
-            x, out, M, K, *x.stride(), EVEN=config.even(M, K), **config.options())
+        launch(row_amax_kernel, (config, M, K, x.stride()), (x, out), lambda: (
+            (-(-M // config.block_m),),
+            (x, out, M, K, *x.stride()),
+            {"EVEN": config.even(M, K), **config.options()},
+        ))  # fmt: skip
     return out if K else out.zero_()
 
 
@@ -117,7 +121,12 @@ def expert_amaxes(rows: Tensor, ends: Tensor, index: Tensor | None = None, out: 
     """
     out = torch.empty(ends.numel(), dtype=torch.float32, device=ends.device) if out is None else out
     if out.numel():
-        expert_amax_kernel[(out.numel(),)](rows, index, ends, out, rows.numel(), ROWS=_ROWS, num_warps=4)
+        experts, count = out.numel(), rows.numel()
+        launch(expert_amax_kernel, (experts, count), (rows, index, ends, out), lambda: (
+            (experts,),
+            (rows, index, ends, out, count),
+            {"ROWS": _ROWS, "num_warps": 4},
+        ))  # fmt: skip
     return out
 
 
@@ -139,8 +148,12 @@ def quantize_experts(x: Tensor, ends: Tensor, spec: Spec, rowwise: bool = True, 
         scale_inv.fill_(1.0)
         return row, col
     config = chosen("experts")
-    expert_cast_kernel[config.grid(N, K, x.device)](
-        x, pointers(row)[0], pointers(col)[0], amax, scale, scale_inv, ends, index, experts, M, N, K, *x.stride(),
-        tile_epsilon(spec), EXPERTS=triton.next_power_of_2(experts), EVEN=config.even(N, K), **spec_arguments(spec),
-        **config.options())
+    tensors = x, row and row[0], col and col[0], amax, scale, scale_inv, ends, index
+    launch(expert_cast_kernel, (spec, config, M, N, K, experts, x.stride()), tensors, lambda: (
+        config.grid(N, K, x.device),
+        (x, pointers(row)[0], pointers(col)[0], amax, scale, scale_inv, ends, index, experts, M, N, K, *x.stride(),
+         tile_epsilon(spec)),
+        {"EXPERTS": triton.next_power_of_2(experts), "EVEN": config.even(N, K), **spec_arguments(spec),
+         **config.options()},
+    ))  # fmt: skip
     return row, col

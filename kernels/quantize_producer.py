@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .quantize import BLOCK, Stored, allocate
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -32,17 +33,16 @@ class TensorScaling(NamedTuple):
            device: torch.device, groups: int = 1) -> TensorScaling:
         """From the arguments of a producer.
 
-        amax: instead of the result's own. scale: instead of one from an amax. amax_out: receives the result's amax;
-        with `scale` it is only ever raised (a slot of a history that several microbatches share).
+        amax: instead of the result's own. scale: instead of one from an amax. amax_out: is raised to the result's amax:
+        from zero, or with `scale` from what else is there (a slot of a history that several microbatches share).
         """
         if spec.tile.kind != "tensor":
             return cls()
         if scale is not None:
             return cls(scale, None, amax_out)
         if amax is not None:
-            return cls(None, amax, None if amax_out is None else amax_out.zero_())
-        record = torch.zeros(groups, dtype=torch.float32, device=device) if amax_out is None else amax_out.zero_()
-        return cls(None, None, record)
+            return cls(None, amax, amax_out)
+        return cls(None, None, zeros(groups, torch.float32, device) if amax_out is None else amax_out)
 
     @property
     def measures(self) -> bool:

@@ -14,10 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import launch
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import Config, chosen
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
 from .swiglu_kernels import swiglu_amax_kernel, swiglu_grad_amax_kernel, swiglu_grad_kernel, swiglu_kernel
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -80,7 +82,7 @@ def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = 
 def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """FP32 [1]: amax of SwiGLU's output, for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_amax", x, dtype)
-    amax = torch.zeros(1, dtype=torch.float32, device=gated.data.device)
+    amax = zeros(1, torch.float32, gated.data.device)
     _swiglu_amax(gated, weights, amax)
     return amax
 
@@ -121,7 +123,7 @@ def swiglu_grad_amax(dy: Tensor, x: Tensor | Stored, *, weights: Tensor | None =
     """FP32 [1]: amax of d(fc1 output), for ranks to share before they quantize."""
     gated = _Gated.of("swiglu_grad_amax", x, dy.dtype)
     _check_grad(gated, dy, None, None, None)
-    amax = torch.zeros(1, dtype=torch.float32, device=dy.device)
+    amax = zeros(1, torch.float32, dy.device)
     _swiglu_grad_amax(gated, dy, weights, amax)
     return amax
 
@@ -157,6 +159,12 @@ class _Gated(NamedTuple):
         """How many scales a tensor tile has."""
         return 1 if self.ends is None else self.ends.numel()
 
+    @property
+    def facts(self) -> tuple:
+        scales = self.scale_inv
+        stored = scales is not None and (scales.shape, scales.stride())
+        return self.data.shape, self.data.stride(0), stored, self.dtype, self.groups
+
     def arguments(self) -> tuple:
         scale = pointers((self.data, self.scale_inv))[1] if self.scale_inv is not None else None
         return self.data, scale, self.data.stride(0), *(self.scale_inv.stride() if scale is not None else (0, 0))
@@ -167,9 +175,9 @@ class _Gated(NamedTuple):
         if self.scale_inv is not None:
             block = next(b for b in (128, 64, 32, 16) if -(-2 * self.features // b) == self.scale_inv.shape[1])
         names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        experts = {"ends_ptr": self.ends, "experts": self.groups, "EXPERTS": triton.next_power_of_2(self.groups)}
         aligned = block == 0 or self.features % block == 0
-        return experts | {"X_BLOCK": block, "X_ALIGNED": aligned, "DTYPE": names[self.dtype]}
+        named = {"X_BLOCK": block, "X_ALIGNED": aligned, "DTYPE": names[self.dtype]}
+        return named | {"EXPERTS": triton.next_power_of_2(self.groups)}
 
     def walk(self, config: Config) -> tuple[tuple[int], dict]:
         """The grid of a first pass and what it walks over: with experts, rows of one."""
@@ -183,9 +191,12 @@ def _swiglu_amax(gated: _Gated, weights: Tensor | None, record: Tensor) -> None:
     config = chosen("swiglu amax")
     grid, walk = gated.walk(config)
     if T and F:
-        swiglu_amax_kernel[grid](
-            *gated.arguments(), weights, record, T, F, EVEN=config.even(T, F), **walk, **gated.options(),
-            **config.options())
+        tensors = gated.data, gated.scale_inv, weights, record, gated.ends
+        launch(swiglu_amax_kernel, (config, gated.facts), tensors, lambda: (
+            grid,
+            (*gated.arguments(), weights, record, T, F, gated.ends, gated.groups),
+            {"EVEN": config.even(T, F), **walk, **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad_amax(gated: _Gated, dy: Tensor, weights: Tensor | None, record: Tensor) -> None:
@@ -193,9 +204,12 @@ def _swiglu_grad_amax(gated: _Gated, dy: Tensor, weights: Tensor | None, record:
     config = chosen("swiglu gradient amax")
     grid, walk = gated.walk(config)
     if T and F:
-        swiglu_grad_amax_kernel[grid](
-            dy, *gated.arguments(), weights, record, T, F, dy.stride(0), EVEN=config.even(T, F), **walk,
-            **gated.options(), **config.options())
+        tensors = dy, gated.data, gated.scale_inv, weights, record, gated.ends
+        launch(swiglu_grad_amax_kernel, (config, gated.facts, dy.stride(0)), tensors, lambda: (
+            grid,
+            (dy, *gated.arguments(), weights, record, T, F, dy.stride(0), gated.ends, gated.groups),
+            {"EVEN": config.even(T, F), **walk, **gated.options(), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored | None, col: Stored | None,
@@ -205,11 +219,18 @@ def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored
     if not col and (keep is not None or spec.tile.kind == "tensor" or not config.even(T, F)):
         config = chosen("swiglu rows, plain")
     if T and F:
-        swiglu_kernel[config.grid(T, F, gated.data.device)](
-            *gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
-            scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
-            tile_epsilon(spec) if spec is not None else 0.0, EVEN=config.even(T, F), ROWS=config.rows,
-            KEEP_SPEC=_spec_or_none(x_spec)["SPEC"], **gated.options(), **_spec_or_none(spec), **config.options())
+        copies = keep or (None, None), row or (None, None), col or (None, None)
+        facts = spec, x_spec, config, gated.facts, scale_ld(keep), scale_ld(row), scale_ld(col)
+        tensors = (gated.data, gated.scale_inv, weights, y, *copies[0], *copies[1], *copies[2], *scaling,
+                   gated.ends)
+        launch(swiglu_kernel, facts, tensors, lambda: (
+            config.grid(T, F, gated.data.device),
+            (*gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
+             scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
+             tile_epsilon(spec) if spec is not None else 0.0, gated.ends, gated.groups),
+            {"EVEN": config.even(T, F), "ROWS": config.rows, "KEEP_SPEC": _spec_or_none(x_spec)["SPEC"],
+             **gated.options(), **_spec_or_none(spec), **config.options()},
+        ))  # fmt: skip
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -223,12 +244,19 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
     if weights is not None:
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
     if T and F:
-        swiglu_grad_kernel[config.grid(T, F, dy.device)](
-            dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
-            *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
-            tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
-            EVEN=config.even(T, F), **gated.options(), **_spec_or_none(spec),
-            Y_SPEC=_spec_or_none(y_spec)["SPEC"], ROWS=config.rows, **config.options())
+        copies = row or (None, None), col or (None, None), y_col or (None, None)
+        facts = spec, y_spec, config, gated.facts, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col)
+        tensors = (dy, gated.data, gated.scale_inv, weights, partials, dx, *copies[0], *copies[1], *scaling, *copies[2],
+                   *y_scaling[:2], gated.ends)
+        launch(swiglu_grad_kernel, facts, tensors, lambda: (
+            config.grid(T, F, dy.device),
+            (dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
+             *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
+             tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
+             gated.ends, gated.groups),
+            {"EVEN": config.even(T, F), **gated.options(), **_spec_or_none(spec),
+             "Y_SPEC": _spec_or_none(y_spec)["SPEC"], "ROWS": config.rows, **config.options()},
+        ))  # fmt: skip
     return partials.sum(0) if partials is not None else None
 
 

@@ -37,6 +37,10 @@ class ScalingHistory(Protocol):
         """Max-accumulates this step's amax (FP32, one element)."""
         ...
 
+    def slot(self, name: str) -> Tensor:
+        """Where `record` accumulates (FP32, one element), to be raised to an amax by whoever takes it."""
+        ...
+
     def scales(self, names: tuple[str, ...]) -> Tensor | None:
         """`scale` of several tensors, FP32 [len(names)]."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -62,6 +63,23 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[
     if kernels is None or spec.tile.block not in (16, 32, 64, 128):
         return reference.derive_colwise(data, scale_inv, spec)
     return kernels[1].derive_colwise(data, scale_inv, spec)
+
+
+@cache
+def _fresh_zeros() -> Callable[[int, torch.dtype, torch.device], Tensor] | None:
+    try:
+        from megafp8.kernels.zeros import zeros
+    except ImportError:
+        return None
+    return zeros
+
+
+def zero(device: torch.device, count: int = 1) -> Tensor:
+    """FP32 [count], zeros, on the current stream: places for amaxes."""
+    make = _fresh_zeros() if device.type == "cuda" else None
+    if make is None:
+        return torch.zeros(count, dtype=torch.float32, device=device)
+    return make(count, torch.float32, device)
 
 
 @cache

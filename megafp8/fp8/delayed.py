@@ -44,6 +44,7 @@ class DelayedScaling:
         self._history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
         self._columns: dict[tuple[str, ...], Tensor] = {}
         self._steps = 0
+        self._set_slots()
         self._set_scales(torch.ones(count, dtype=torch.float32, device=device))
 
     @classmethod
@@ -58,6 +59,9 @@ class DelayedScaling:
         of_experts = [m for m in linears if getattr(getattr(m.weight, "spec", None), "expert", False)]
         experts = {name for m in of_experts for name in m.history_tensors()}
         return cls(fmax, recipes.pop(), linears[0].weight.device, experts)
+
+    def _set_slots(self) -> None:
+        self._slots = list(self._history[0].split(1))
 
     def _set_scales(self, scales: Tensor) -> None:
         self._scales = scales
@@ -74,8 +78,12 @@ class DelayedScaling:
 
     def record(self, name: str, amax: Tensor) -> None:
         """Max-accumulates an amax (FP32, one element) of this step."""
-        slot = self._history[0, self._index[name] : self._index[name] + 1]
+        slot = self.slot(name)
         torch.maximum(slot, amax.view(1), out=slot)
+
+    def slot(self, name: str) -> Tensor:
+        """Where this step's amax is max-accumulated, FP32 [1], for kernels that do so themselves."""
+        return self._slots[self._index[name]]
 
     def scales(self, names: tuple[str, ...]) -> Tensor | None:
         """`scale` of several tensors, FP32 [len(names)]: one object a step."""
@@ -127,6 +135,7 @@ class DelayedScaling:
         self._set_scales(torch.where(amax == 0, self._scales, scales))
         self._history = self._history.roll(-1, 0)
         self._history[0] = 0
+        self._set_slots()
         self._steps += 1
 
     def state(self) -> dict[str, StateItem]:
@@ -161,4 +170,5 @@ class DelayedScaling:
             self._history[:, i] = history.to(self._history)
             scales[i : i + 1] = tensors[f"{PREFIX}{name}/scale"].to(scales)
         self._steps = int(tensors[_STEPS])
+        self._set_slots()
         self._set_scales(scales)

@@ -243,22 +243,10 @@ def _choose(
 ) -> tuple[str, str]:
     """The backend that multiplies, and why no faster one does. ValueError if `backend` is asked for and can't."""
     device = a.data.device
-    can = capability(device)
-    reasons, able, kind = _refusals(can, device, _kind(a), _kind(b), out_dtype, backend)
-    if backend in reasons:
-        if backend not in able:
-            raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
-        return backend, ""
-    if backend == "reference" or not able:
-        return "reference", reasons["cublaslt"] or ""
-    if len(able) == 1:
-        return able[0], ""
-    weight = tuple(b.data.shape)
-    if fast:
-        kind = f"{kind} fast"
-    if accumulates:
-        kind, weight = f"{kind}+=", (a.data.shape[0], b.data.shape[0])
-    return gemm_speed.fastest(can.name, kind, weight, able), ""
+    weight = (a.data.shape[0], b.data.shape[0]) if accumulates else tuple(b.data.shape)
+    return _choice(
+        capability(device), device, _kind(a), _kind(b), out_dtype, backend, weight, accumulates=accumulates, fast=fast
+    )
 
 
 _Kind = tuple[torch.dtype, str, int, bool]
@@ -271,11 +259,36 @@ def _kind(s: QuantizedStorage) -> _Kind:
 
 
 @cache
+def _choice(
+    can: Capability,
+    device: torch.device,
+    a: _Kind,
+    b: _Kind,
+    out_dtype: torch.dtype,
+    backend: str,
+    weight: tuple[int, int],
+    *,
+    accumulates: bool,
+    fast: bool,
+) -> tuple[str, str]:
+    """`_choose` for operands of these kinds: asked for every GEMM, so answered once."""
+    reasons, able, kind = _refusals(can, device, a, b, out_dtype, backend)
+    if backend in reasons:
+        if backend not in able:
+            raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
+        return backend, ""
+    if backend == "reference" or not able:
+        return "reference", reasons["cublaslt"] or ""
+    if len(able) == 1:
+        return able[0], ""
+    kind = f"{kind} fast" if fast else kind
+    return gemm_speed.fastest(can.name, f"{kind}+=" if accumulates else kind, weight, able), ""
+
+
 def _refusals(
     able: Capability, device: torch.device, a: _Kind, b: _Kind, out_dtype: torch.dtype, backend: str
 ) -> tuple[dict[str, str | None], tuple[str, ...], str | None]:
-    """Backend -> why it can't multiply operands of these kinds, None where it can; those that can; the kind of GEMM.
-    Asked for every GEMM, so answered once."""
+    """Backend -> why it can't multiply operands of these kinds, None where it can; those that can; the kind of GEMM."""
     if backend not in BACKENDS:
         raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
     a, b = (_example(kind, device) for kind in (a, b))

@@ -27,7 +27,10 @@ class _ReadOnly:
     """Delayed scaling's history for a run that leaves no trace in it."""
 
     def __init__(self, scaling) -> None:
-        self.scale, self.scales = scaling.scale, scaling.scales
+        self.scale, self.scales, self._slot = scaling.scale, scaling.scales, scaling.slot
+
+    def slot(self, name: str) -> torch.Tensor:
+        return torch.zeros_like(self._slot(name))
 
     def record(self, name: str, amax: torch.Tensor) -> None:
         pass

@@ -7,6 +7,7 @@ from megafp8.kernels import dequantize, norm_grad, rope
 from megafp8.core.transformer.rope import _rotate
 from megafp8.fp8 import reference
 from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
+from megafp8.fp8.wgrad import put
 from tests.gpu.quantize_cases import holes
 from tests.kernels import testing
 
@@ -75,13 +76,17 @@ def test_norm_gradient(offset):
     grads = torch.autograd.grad(exact[0] * rstd[:, None] * (exact[1] + offset), exact, dy.double())
     for other in (None, beside):
         with testing.emulated_launches():
-            dx, dw = norm_grad.rms_norm_grad(dy, x, weight, rstd.float(), weight_offset=offset, beside=other)
+            dx, parts = norm_grad.rms_norm_grad(dy, x, weight, rstd.float(), weight_offset=offset, beside=other)
+            dw = norm_grad.sum_parts(parts, torch.bfloat16)
+            sums = [norm_grad.sum_parts(parts, torch.bfloat16, torch.full((304,), 0.3), adds) for adds in (False, True)]
         if other is None:
             torch.testing.assert_close(dx.double(), grads[0], rtol=2**-8, atol=1e-4)
             alone = dx
         else:
             assert torch.equal(dx, alone + other)
         torch.testing.assert_close(dw.double(), grads[1], rtol=2**-8, atol=1e-4)
+        for adds, found in zip((False, True), sums, strict=True):
+            assert torch.equal(found, put(dw, torch.full((304,), 0.3), adds))
 
 
 def test_compiled_for_hopper():
@@ -94,7 +99,8 @@ def test_compiled_for_hopper():
         q, k, v = rope.split_heads(qkv, cos, cos, 4)
         rope.join_heads(q, k, v, cos, cos)
         wide = torch.empty(64, 8192, dtype=torch.bfloat16)
-        norm_grad.rms_norm_grad(wide, wide, wide[0], torch.empty(64), beside=wide)
+        _, parts = norm_grad.rms_norm_grad(wide, wide, wide[0], torch.empty(64), beside=wide)
+        norm_grad.sum_parts(parts, torch.bfloat16, torch.empty(8192), True)
     assert len(launches) == 5
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
