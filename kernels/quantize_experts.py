@@ -35,7 +35,6 @@ from .quantize_device import (
     tile_layout,
     tile_offsets,
     tile_origin,
-    to_f32,
 )
 from .quantize_emit import emit_tensor, expert_scale, store_expert_scales
 
