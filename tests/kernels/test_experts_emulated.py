@@ -1,5 +1,5 @@
-"""A mixture of experts with one scale each through the kernels that GPUs take, run by the PTX emulator: the wiring between
-permutation, linears, SwiGLU and kernels, forward and backward."""
+"""A mixture of experts with one scale each through the kernels that GPUs take, run by the PTX emulator: the wiring
+between permutation, linears, SwiGLU and kernels, forward and backward."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +50,7 @@ def through_kernels(monkeypatch, rows: bool, swiglu: bool):
 
 
 def results(recipe: str) -> list[torch.Tensor]:
-    """Outputs, gradients and amaxes of a mixture over two steps, the second with scales of a history if there is one."""
+    """Outputs, gradients and amaxes of a mixture; with a history over two steps, the second with its scales."""
     made = layer(replace(DEEPSEEK, **SIZES), dtype=torch.bfloat16, recipe_of=Policy(get_recipe(recipe)))
     scaling, found, generator = DelayedScaling.of(made), [], torch.Generator().manual_seed(0)
     for _ in range(1 if scaling is None else 2):
