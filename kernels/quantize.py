@@ -43,11 +43,11 @@ def spec_arguments(spec: Spec) -> dict:
     return {"SPEC": (spec.format.fmax, spec.tile.block or 0, _SCALE_KINDS[spec.scale.value])}
 
 
-def allocate(rows: int, columns: int, spec: Spec, device: torch.device) -> Stored:
-    """Uninitialized (data, scale_inv) of a stored `[rows, columns]` operand."""
+def allocate(rows: int, columns: int, spec: Spec, device: torch.device, groups: int = 1) -> Stored:
+    """Uninitialized (data, scale_inv) of a stored `[rows, columns]` operand; of a tensor tile [groups] scales."""
     data = torch.empty(rows, columns, dtype=spec.format.dtype, device=device)
     if spec.tile.kind == "tensor":
-        return data, torch.empty(1, dtype=torch.float32, device=device)
+        return data, torch.empty(groups, dtype=torch.float32, device=device)
     block, kind = spec.tile.block, spec.tile.kind
     dtype = torch.float8_e8m0fnu if spec.scale.value == "e8m0" else torch.float32
     return data, allocate_scales(rows if kind == "1d" else -(-rows // block), -(-columns // block), kind, dtype, device)

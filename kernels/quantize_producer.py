@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class TensorScaling(NamedTuple):
     """Where the scale of a tensor tile comes from, as kernel arguments. Empty under 1D tiles.
 
+    Of rows by expert, where each has a scale: FP32 [G] instead of [1].
+
     scale: FP32 [1], given (delayed scaling: one pass). amax: FP32 [1], from which the scale is made (current scaling:
     the result's own, which takes a first pass, or one that ranks have shared). record: FP32 [1], raised to the result's
     amax.
@@ -28,7 +30,7 @@ class TensorScaling(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None,
-           device: torch.device) -> TensorScaling:
+           device: torch.device, groups: int = 1) -> TensorScaling:
         """From the arguments of a producer.
 
         amax: instead of the result's own. scale: instead of one from an amax. amax_out: is raised to the result's amax:
@@ -40,7 +42,7 @@ class TensorScaling(NamedTuple):
             return cls(scale, None, amax_out)
         if amax is not None:
             return cls(None, amax, amax_out)
-        return cls(None, None, zeros(1, torch.float32, device) if amax_out is None else amax_out)
+        return cls(None, None, zeros(groups, torch.float32, device) if amax_out is None else amax_out)
 
     @property
     def measures(self) -> bool:
@@ -58,10 +60,10 @@ UNSCALED = TensorScaling()
 
 
 def allocate_pair(rows: int, columns: int, spec: Spec, device: torch.device, rowwise: bool,
-                  colwise: bool) -> tuple[Stored | None, Stored | None]:
-    """Uninitialized copies of a `[rows, columns]` operand; those of a tensor tile share their scale_inv."""
-    row = allocate(rows, columns, spec, device) if rowwise else None
-    col = allocate(columns, rows, spec, device) if colwise else None
+                  colwise: bool, groups: int = 1) -> tuple[Stored | None, Stored | None]:
+    """Uninitialized copies of a `[rows, columns]` operand; those of a tensor tile share their scale_inv, [groups]."""
+    row = allocate(rows, columns, spec, device, groups) if rowwise else None
+    col = allocate(columns, rows, spec, device, groups) if colwise else None
     if row and col and spec.tile.kind == "tensor":
         col = (col[0], row[1])
     return row, col

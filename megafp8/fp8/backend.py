@@ -23,11 +23,21 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
     return dequantize, quantize_derive
 
 
+def dequantize_transposed(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`reference.dequantize` of one operand `[M, K]`, transposed: contiguous `[K, M]`."""
+    kernels = _kernels() if data.is_cuda else None
+    if kernels is not None and kernels[0].supports(data, scale_inv):
+        return kernels[0].dequantize(data, scale_inv, tile, dtype, transposed=True)
+    return reference.dequantize(data, scale_inv, tile, dtype).t().contiguous()
+
+
 def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`reference.dequantize`."""
+    """`reference.dequantize`, of one operand or of a stack of them, `[G, M, K]` with scales `[G, ...]`."""
     kernels = _kernels() if data.is_cuda else None
     if kernels is not None and kernels[0].supports(data, scale_inv):
         return kernels[0].dequantize(data, scale_inv, tile, dtype)
+    if data.dim() == 3:
+        return torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scale_inv, strict=True)])
     return reference.dequantize(data, scale_inv, tile, dtype)
 
 
@@ -47,14 +57,10 @@ def transpose(data: Tensor) -> Tensor:
 
 def transpose_each(data: Tensor) -> Tensor:
     """`reference.transpose` of each of `[G, N, K]`: `[G, K, N]`."""
-    out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=data.dtype, device=data.device)
     kernels = _kernels() if data.is_cuda else None
-    if kernels is None:
-        out.view(torch.uint8).copy_(data.view(torch.uint8).transpose(1, 2))
-        return out
-    for source, target in zip(data, out, strict=True):
-        kernels[1].transpose(source, target)
-    return out
+    if kernels is not None:
+        return kernels[1].transpose(data)
+    return data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
@@ -74,10 +80,12 @@ def _fresh_zeros() -> Callable[[int, torch.dtype, torch.device], Tensor] | None:
     return zeros
 
 
-def zero(device: torch.device) -> Tensor:
-    """FP32 [1], zero, on the current stream: a place for an amax."""
+def zero(device: torch.device, count: int = 1) -> Tensor:
+    """FP32 [count], zeros, on the current stream: places for amaxes."""
     make = _fresh_zeros() if device.type == "cuda" else None
-    return torch.zeros(1, dtype=torch.float32, device=device) if make is None else make(1, torch.float32, device)
+    if make is None:
+        return torch.zeros(count, dtype=torch.float32, device=device)
+    return make(count, torch.float32, device)
 
 
 @cache
@@ -88,6 +96,32 @@ def row_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return permute
+
+
+@cache
+def _expert_kernels() -> ModuleType | None:
+    try:
+        from megafp8.kernels import quantize_experts
+    except ImportError:
+        return None
+    return quantize_experts
+
+
+def expert_kernels(x: Tensor, block: int) -> ModuleType | None:
+    """Kernels for one scale an expert; None where there are none for `x`, or for experts that begin at multiples of
+    `block` rows."""
+    kernels = _expert_kernels() if x.is_cuda else None
+    return kernels if kernels is not None and block % kernels.ALIGNMENT == 0 else None
+
+
+def pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    """Rows `index` (int64) of `x [T, K]`, `fill` where that is negative."""
+    kernels = row_kernels() if x.is_cuda and not fill else None
+    if kernels is not None and len(x) and kernels.supports(x):
+        return kernels.spread(x, index)
+    if not len(x):
+        return x.new_full((len(index), *x.shape[1:]), fill)
+    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
 
 
 def together(data: Tensor) -> Tensor:

@@ -152,7 +152,8 @@ class Remade:
         if want is None or want.spec.tile.kind != "tensor":
             return want, self.made
         amax, made = (self.made[0], self.made[1:]) if want.keeps_amax else (None, self.made)
-        return Want(want.quantizer, rowwise, colwise, amax if want.scale is None else None, want.scale), made
+        amax = amax if want.scale is None else None
+        return Want(want.quantizer, rowwise, colwise, amax, want.scale, groups=want.groups), made
 
     def again(self) -> Tensor | QuantizedStorage:
         """The value for wgrad, without a gradient."""

@@ -30,6 +30,26 @@ def test_dequantized_bytes(tile, format):
     assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
 
 
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_stacks_of_mxfp8_weights_that_lie_apart(kind):
+    """Codes 0 and 255 among them."""
+    tile, shape = Tile(kind, 32), (3, 40, 144)
+    raw = torch.randint(256, (3, 50, 144), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    data = raw[:, :40].view(E4M3.dtype)
+    codes = torch.randint(256, (3, *tile.scale_shape(*shape[1:])), dtype=torch.uint8)
+    codes[:, 0, 0], codes[:, 0, 1] = 0, 255
+    codes = codes.transpose(1, 2).contiguous().transpose(1, 2).view(torch.float8_e8m0fnu)
+    with testing.emulated_launches():
+        got = dequantize.dequantize(data, codes, tile, torch.bfloat16)
+        rows = dequantize.dequantize(data[1], codes[1], tile)
+        columns = dequantize.dequantize(data[1], codes[1], tile, torch.bfloat16, transposed=True)
+    assert torch.equal(columns.t().nan_to_num(1e9), got[1].nan_to_num(1e9))
+    want = [reference.dequantize(one, scales, tile) for one, scales in zip(data, codes, strict=True)]
+    assert torch.equal(rows.nan_to_num(1e9), want[1].nan_to_num(1e9))
+    for one, right in zip(got, want, strict=True):
+        assert torch.equal(one.nan_to_num(1e9), right.to(torch.bfloat16).nan_to_num(1e9))
+
+
 @pytest.mark.parametrize(("groups", "n", "d"), [(2, 4, 64), (1, 1, 32)])
 def test_heads_are_split_rotated_and_joined(groups, n, d):
     generator = torch.Generator().manual_seed(0)

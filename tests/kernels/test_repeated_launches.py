@@ -24,6 +24,7 @@ from megafp8.kernels import (
     quantize,
     quantize_configs,
     quantize_derive,
+    quantize_experts,
     rope,
     swiglu_quantize,
 )
@@ -35,6 +36,7 @@ from tests.gpu.quantize_cases import SPECS, normal
 
 BLOCKWISE, SQUARES, TENSOR, MXFP8 = (SPECS[name] for name in ("blockwise", "blockwise_2d", "tensorwise", "mxfp8"))
 ENDS = torch.tensor([64, 100, 256], dtype=torch.int32)
+WHOLE = torch.tensor([128, 128, 256], dtype=torch.int32)  # ends of experts that are filled up to whole tiles
 ROWS = torch.arange(256).view(128, 2)
 ANGLES = torch.rand(256, 32)
 
@@ -102,6 +104,32 @@ def experts(x):
         quantize_derive.quantize_grouped(x, offsets, BLOCKWISE, index=index, derived=True),
         permute.spread(x, index),
         permute.sums(x, ROWS, ROWS > 3),
+    )
+
+
+def experts_with_one_scale_each(x):
+    """Experts of 128 rows and of none; SwiGLU from values and from bytes."""
+    dy, index = x[:, : x.shape[1] // 2].contiguous(), torch.arange(256)
+    amax = quantize_experts.expert_amaxes(quantize_experts.row_amaxes(x), WHOLE, index)
+    options = {"ends": WHOLE, "weights": ones(256)}
+    return (
+        amax,
+        quantize_experts.expert_amaxes(ones(256), WHOLE),
+        quantize_experts.quantize_experts(x, WHOLE, TENSOR, True, True, amax=ones(3), index=index),
+        quantize_experts.quantize_experts(x, WHOLE, TENSOR, True, False, scale=ones(3)),
+        swiglu_quantize.swiglu_quantize(x, TENSOR, x_spec=BLOCKWISE, **options),
+        swiglu_quantize.swiglu_grad_quantize(
+            dy, stored(x, BLOCKWISE), TENSOR, y_spec=TENSOR, y_amax=ones(3), **options
+        ),
+    )
+
+
+def stacks(x):
+    data, codes = fp8(3, 64, 96), torch.zeros(3, 64, 3, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    return (
+        quantize_derive.transpose(data[:, :32]),
+        dequantize.dequantize(data, codes, MXFP8.tile, torch.bfloat16),
+        dequantize.dequantize(data[1], codes[1], MXFP8.tile, torch.bfloat16, transposed=True),
     )
 
 
@@ -181,6 +209,8 @@ CASES = {
     "SwiGLU, tensorwise": swiglu(TENSOR, y_amax=ones(1)),
     "bytes": of_bytes,
     "experts": experts,
+    "experts with one scale each": experts_with_one_scale_each,
+    "stacks": stacks,
     "heads": heads,
     "loss": loss,
     "monitor": monitor,
