@@ -49,9 +49,10 @@ def through_kernels(monkeypatch, rows: bool, swiglu: bool):
         yield of_rows.names, of_swiglu.names
 
 
-def results(recipe: str) -> list[torch.Tensor]:
+def results(recipe: str | Policy) -> list[torch.Tensor]:
     """Outputs, gradients and amaxes of a mixture; with a history over two steps, the second with its scales."""
-    made = layer(replace(DEEPSEEK, **SIZES), dtype=torch.bfloat16, recipe_of=Policy(get_recipe(recipe)))
+    policy = recipe if isinstance(recipe, Policy) else Policy(get_recipe(recipe))
+    made = layer(replace(DEEPSEEK, **SIZES), dtype=torch.bfloat16, recipe_of=policy)
     scaling, found, generator = DelayedScaling.of(made), [], torch.Generator().manual_seed(0)
     for _ in range(1 if scaling is None else 2):
         sink = Sink(made)
@@ -84,6 +85,23 @@ def test_swiglu_through_kernels_is_near(recipe, monkeypatch):
     with through_kernels(monkeypatch, rows=recipe != "blockwise", swiglu=True) as (_, names):
         got = results(recipe)
     assert {"swiglu_quantize", "swiglu_grad_quantize"} <= set(names)
+    for one, other in zip(got, want, strict=True):
+        assert torch.isfinite(one).all()
+        assert relative_error(one.float(), other.float()) < 0.1
+
+
+@pytest.mark.parametrize(("first", "second"), quick(
+    [(None, "tensorwise"), ("blockwise", "tensorwise"), ("tensorwise", "blockwise"), ("tensorwise", None)],
+    {(None, "tensorwise"), ("tensorwise", "blockwise")},
+))  # fmt: skip
+def test_linears_of_different_recipes(first, second, monkeypatch):
+    """Where one of an expert's linears has a scale for all its rows, and the other has tiles or fell back."""
+    policy = Policy(None, others=[(f"*.{part}", name and get_recipe(name))
+                                  for part, name in (("fc1", first), ("fc2", second))])  # fmt: skip
+    want = results(policy)
+    with through_kernels(monkeypatch, rows=True, swiglu=True) as (_, names):
+        got = results(policy)
+    assert "swiglu_grad_quantize" in names
     for one, other in zip(got, want, strict=True):
         assert torch.isfinite(one).all()
         assert relative_error(one.float(), other.float()) < 0.1

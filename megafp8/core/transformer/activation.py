@@ -116,9 +116,13 @@ class Activation:
     ) -> Gradients:
         assert beside is None, "fc1's output goes nowhere else"
         x, again = self._source(kept, grad.dtype), remake if isinstance(remake, Want) else None
-        if self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
+        # One pass makes both only if experts' rows have scales of their own in both, or in none.
+        alike = again is None or (again.groups is None) == (want is None or want.groups is None)
+        if alike and self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
             return self._fused_gradient(grad, x, tensors, want, remake)
         value = self._make(x, tensors, again, grad.dtype) if remake else None
+        if not alike and self._fused(x, grad.dtype, want):
+            return self._fused_gradient(grad, x, tensors, want, False)._replace(value=value)
         if want is not None and want.groups is not None and self._fused(x, grad.dtype):
             made = self._fused_gradient(grad, x, tensors, None, False)  # experts of an odd width
             return Gradients(want.quantize(made.x), made.tensors, value)
