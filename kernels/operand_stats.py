@@ -101,7 +101,8 @@ def see_scales(scale, histogram, partial, outer, inner, outer_stride, inner_stri
         start = t % pieces * SCALES
         live = index < inner - start
         first = scale + (t // pieces).to(tl.int64) * outer_stride + start.to(tl.int64) * inner_stride
-        bits = tl.where(live, scale_bits(tl.load(first + index * inner_stride, mask=live, other=0)), 0)
+        place = first + index.to(tl.int64) * inner_stride
+        bits = tl.where(live, scale_bits(tl.load(place, mask=live, other=0)), 0)
         high = tl.maximum(high, bits)
         low = tl.minimum(low, tl.where(live, bits, 0x7FFFFFFF))
         dead = SCALES - tl.minimum(inner - start, SCALES)  # they went into the first bin
@@ -150,7 +151,7 @@ def look_kernel(data, scale, x, histogram, partial, scale_outer, scale_inner, sc
             r = t // across * ROWS
             first = (r // BLOCK_ROWS).to(tl.int64) * blocks // wanted * BLOCK_ROWS + r % BLOCK_ROWS
             row = (first + tl.arange(0, ROWS))[:, None]
-            column = (t % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+            column = (t % across * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]  # strides may be long
             mask = (tl.arange(0, ROWS) < rows - r)[:, None] & (column < width)
             value = tl.load(x + row * x_stride_r + column * x_stride_c, mask=mask, other=0.0).to(tl.float32)
             q = tl.load(data + row * data_stride_r + column, mask=mask, other=0.0).to(tl.float32)

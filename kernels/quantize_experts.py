@@ -53,7 +53,7 @@ def row_amax_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr
     m0 = gl.program_id(0).to(gl.int64) * BLOCK_M
     largest = gl.zeros((BLOCK_M, BLOCK_K), dtype, layout=L)
     for k0 in range(0, K, BLOCK_K):
-        rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, L)
+        rows, cols = tile_indices(m0, k0.to(gl.int64), BLOCK_M, BLOCK_K, L)  # strides may be long
         largest = farther(largest, load_tile(x_ptr, rows, cols, M, K, stride_m, stride_k, EVEN))
     amax = gl.max(amax_of_columns(largest, BLOCK_K), axis=1)
     rows = m0 + gl.arange(0, BLOCK_M, layout=amax.type.layout)

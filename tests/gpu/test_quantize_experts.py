@@ -96,6 +96,15 @@ def test_no_rows_at_all():
         assert row[1].tolist() == [1.0] * 3
 
 
+@pytest.mark.skipif(EMULATING, reason="4.3 GB")
+def test_amaxes_of_rows_far_apart():
+    """Columns that begin more than 2^31 elements after the first."""
+    x = torch.zeros(1 << 14, (1 << 17) + 128, dtype=torch.bfloat16, device=DEVICE).t()
+    x[5, -1], x[-1, -1], x[7, 0] = 3, -4, 2
+    amax = quantize_experts.row_amaxes(x).cpu()
+    assert [amax[row].item() for row in (5, -1, 7, 6)] == [3, 4, 2, 0]
+
+
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.skipif(EMULATING, reason="one configuration is enough there")
 def test_every_configuration(number):
