@@ -126,6 +126,7 @@ class Activation:
         if want is not None and want.groups is not None and self._fused(x, grad.dtype):
             made = self._fused_gradient(grad, x, tensors, None, False)  # experts of an odd width
             return Gradients(want.quantize(made.x), made.tensors, value)
+        x = x if isinstance(x, Tensor) else self.restore(x, grad.dtype)
         dx, of_tensors = differentiate(self._weighted, x.float(), tensors, grad.float())
         dx = dx.to(grad.dtype)
         return Gradients(dx if want is None else want.quantize(dx), of_tensors, value)
