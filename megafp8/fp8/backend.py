@@ -23,14 +23,6 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
     return dequantize, quantize_derive
 
 
-def dequantize_transposed(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`reference.dequantize` of one operand `[M, K]`, transposed: contiguous `[K, M]`."""
-    kernels = _kernels() if data.is_cuda else None
-    if kernels is not None and kernels[0].supports(data, scale_inv):
-        return kernels[0].dequantize(data, scale_inv, tile, dtype, transposed=True)
-    return reference.dequantize(data, scale_inv, tile, dtype).t().contiguous()
-
-
 def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
     """`reference.dequantize`, of one operand or of a stack of them, `[G, M, K]` with scales `[G, ...]`."""
     kernels = _kernels() if data.is_cuda else None

@@ -355,8 +355,6 @@ def _wgrad_grouped(
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able, alignment)
     reason = triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8)
-    if _decodes(a, b, reason, backend) and decoded_gemm.suits_wgrad_grouped(a, b, alignment):
-        return decoded_gemm.wgrad_grouped(a, b, ends, out, adds)
     if _runs_grouped(a, b, reason, backend):
         return triton_gemm.wgrad_grouped(a, b, ends, out, alignment, adds)
     if out is None:

@@ -12,8 +12,8 @@ element and direction; scales are left out here.
     proj      G, dY as for fc2, dX [T a d], its input quantized again
     qkv       its dY, q(dY), dX [T h], and the sum of both gradients of the residual stream
     experts   the same as fc2 and fc1 of R rows; before, rows as they arrive and as they lie; BF16 weight gradients of
-              all experts of a linear together, which `torch._grouped_mm` can't add in place; so too in MXFP8 where GPUs
-              don't multiply it, beside both operands of a product, decoded to BF16
+              all experts of a linear together, which `torch._grouped_mm` can't add in place; in MXFP8 where GPUs don't
+              multiply it both operands of dgrad, decoded to BF16
     router    its input and gradient in FP32, and logits three times
     loss      the logits' gradient, in the logits' place; FP32 logits of a chunk of tokens (none in the kernels
               of GPUs), and after that the LM head's dX [T h], with what is gathered and scattered as for fc1
@@ -157,22 +157,22 @@ def _experts(plan: LayerPlan) -> int:
         at_fc2 = max(dy + rows * fc2.in_features * s.element + weights[1], activation)
     else:  # where experts run as one, dY is quantized as rows are spread, and never there in high precision
         spread = runs_grouped(second) or second.input_tile == "tensor"
-        decoded = _decoded(plan, second, dy, rows * fc2.in_features * s.element, each[1])
+        decoded = _decoded(plan, second, dy, each[1])
         at_fc2 = (0 if spread else dy) + 2 * hidden + max(activation, rows * fc2.in_features * s.element + decoded)
     at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + dy + weights[0]
-    at_fc1 += _decoded(plan, first, rows * fc1.out_features * s.element, dy, each[0])
+    at_fc1 += _decoded(plan, first, rows * fc1.out_features * s.element, each[0])
     at_fc1 -= _kept(plan, name, "activation", "fc2")
     return s.stream + max(arriving, at_fc2, at_fc1)
 
 
-def _decoded(plan: LayerPlan, recipe: Recipe | None, dy: int, x: int, weights: int) -> int:
-    """Of MXFP8 that is decoded before it is multiplied: dY and the weights for dgrad, or dY, the input, and the
-    weights' gradients for wgrad. dy, x, weights: their bytes in BF16."""
+def _decoded(plan: LayerPlan, recipe: Recipe | None, dy: int, weights: int) -> int:
+    """Of MXFP8 that is decoded before it is multiplied: dY and the weights, for dgrad. dy, weights: their bytes in
+    BF16."""
     if recipe is None or recipe.quantizer("weight").spec.scale is not Scale.E8M0:
         return 0
     if gemm.capability(plan.device).native_mxfp8:
         return 0
-    return dy + weights + x
+    return dy + weights
 
 
 def _router(plan: LayerPlan) -> int:

@@ -69,19 +69,6 @@ class Kernels:
             start = end
         return y
 
-    def wgrad(self, dy, x, ends, out=None, adds=True):
-        self.called.append("decoded wgrad")
-        assert dy.is_contiguous()
-        assert x.is_contiguous()
-        assert {dy.dtype, x.dtype} == {torch.bfloat16}
-        out = torch.zeros(len(ends), dy.shape[1], x.shape[1]) if out is None else out
-        start = 0
-        for g, end in enumerate(list(ends)):
-            dw = product(dy[start:end].t(), x[start:end].t())
-            out[g] = out[g] + dw if adds else dw
-            start = end
-        return out
-
     def grouped_wgrad_mxfp8(self, a, b, scale_a, scale_b, ends, *, out, accumulate, padding):
         self.called.append("grouped wgrad")
         assert padding == 16
@@ -148,7 +135,7 @@ def of_a_layer(recipe):
         (of_experts, "blockwise", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
         (of_experts, "1d weights", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
         (of_experts, "mxfp8", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
-        (of_experts, "mxfp8", HOPPER, ["decoded", "decoded", "decoded wgrad"]),
+        (of_experts, "mxfp8", HOPPER, ["decoded", "decoded", "grouped wgrad"]),
         (of_experts, "mxfp8", OTHERS, ["grouped", "grouped", "grouped wgrad"]),
     ],
 )
@@ -176,7 +163,7 @@ def test_experts_do_not_wait_for_their_sizes(capability, route, monkeypatch, cap
     gemm.grouped_dgrad(dy.rowwise, stacks[1], ends)
     gemm.grouped_wgrad(dy.colwise, x.colwise, ends, alignment=32)
     how = "decoded" if capability is HOPPER else "grouped"
-    assert kernels.called == [how, how, f"{how} wgrad"]
+    assert kernels.called == [how, how, "grouped wgrad"]
     assert ("emulated" in caplog.text) == (capability is not BLACKWELL)
 
 
@@ -192,13 +179,6 @@ def test_what_is_decoded_as_it_is_multiplied(route, monkeypatch):
             assert gemm.grouped_fprop(x.rowwise, stack, ends, dtype).dtype == dtype
         called += ["decoded" if width == 72 else "grouped", "grouped"]
     assert kernels.called == called
-    assert not decoded_gemm.suits_wgrad_grouped(dy.colwise, x.colwise, 1)
-    assert decoded_gemm.suits_wgrad_grouped(*(colwise(recipe, width) for width in (64, 48)), 32)
-    assert not decoded_gemm.suits_wgrad_grouped(*(colwise(recipe, width) for width in (64, 50)), 32)
-
-
-def colwise(recipe, width):
-    return recipe.quantizer("input").quantize(torch.randn(96, width).bfloat16(), False, True).colwise
 
 
 def test_blockwise_experts_of_odd_sizes_keep_their_tiles(route):
