@@ -139,12 +139,16 @@ A, B, SCALE_A, SCALE_B, OUT, ENDS, BIAS = (
 
 
 class Described(NamedTuple):
-    """What a launch reads of a tensor descriptor: one that Triton has checked before, of another tensor."""
+    """What a launch reads of a tensor descriptor: one that Triton has checked before, of another tensor.
+
+    round_f32_to_tf32: what Triton 3.7 reads besides.
+    """
 
     base: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 class Repeat(NamedTuple):
