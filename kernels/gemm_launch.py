@@ -28,7 +28,7 @@ from .gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
-from .launch import MOST, start
+from .launch import MOST, launch_first, start
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
@@ -311,7 +311,7 @@ def run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, po
     if compiled is not None:
         start(compiled, (*grid, 1, 1), -1 if index is None else index, [*arguments, *constants.values()])
         return compiled
-    compiled = kernel[grid](*arguments, **constants, **options)
+    compiled = launch_first(kernel, grid, arguments, {**constants, **options})
     if compiled is not None:
         _compiled[key] = compiled
     return compiled
