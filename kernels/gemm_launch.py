@@ -28,7 +28,7 @@ from .gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
-from .launch import MOST, start
+from .launch import MOST, launch_first, start
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
@@ -139,12 +139,16 @@ A, B, SCALE_A, SCALE_B, OUT, ENDS, BIAS = (
 
 
 class Described(NamedTuple):
-    """What a launch reads of a tensor descriptor: one that Triton has checked before, of another tensor."""
+    """What a launch reads of a tensor descriptor: one that Triton has checked before, of another tensor.
+
+    round_f32_to_tf32: what Triton 3.7 reads besides.
+    """
 
     base: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 class Repeat(NamedTuple):
@@ -307,7 +311,7 @@ def run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, po
     if compiled is not None:
         start(compiled, (*grid, 1, 1), -1 if index is None else index, [*arguments, *constants.values()])
         return compiled
-    compiled = kernel[grid](*arguments, **constants, **options)
+    compiled = launch_first(kernel, grid, arguments, {**constants, **options})
     if compiled is not None:
         _compiled[key] = compiled
     return compiled

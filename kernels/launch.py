@@ -7,9 +7,12 @@ from, and from the second time on only addresses are put into it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
@@ -62,11 +65,26 @@ def launch(kernel: Any, facts: Hashable, tensors: tuple[Tensor | None, ...], wor
     grid, arguments, named = work_out()
     places = tuple(place for place, value in enumerate(arguments) if isinstance(value, Tensor))
     assert [arguments[place].data_ptr() for place in places] == addresses, f"{kernel.__name__}: not in order"
-    compiled = kernel[grid](*arguments, **named)
+    compiled = launch_first(kernel, grid, arguments, named)
     if isinstance(compiled, CompiledKernel):  # not so in Triton's interpreter
         values = [None if place in places else value for place, value in enumerate(arguments)]
         values += [named[name] for name in kernel.arg_names[len(arguments) :]]
         remember(key, Known(compiled, (*grid, 1, 1)[:3], device, values, places))
+
+
+def launch_first(kernel: Any, grid: tuple[int, ...], arguments: tuple, named: dict[str, Any]) -> CompiledKernel | None:
+    """Triton's own way to launch, which compiles. `torch.compile`, where it is in use, would fail if it looked in."""
+    run = _unseen() if "torch._dynamo" in sys.modules else _run
+    return run(kernel, grid, arguments, named)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, named: dict[str, Any]) -> CompiledKernel | None:
+    return kernel[grid](*arguments, **named)
+
+
+@cache
+def _unseen() -> Callable[..., CompiledKernel | None]:
+    return torch.compiler.disable(_run)
 
 
 def remember(key: tuple, launch: Known) -> None:

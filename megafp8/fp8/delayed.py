@@ -45,8 +45,17 @@ class DelayedScaling:
         self._columns: dict[tuple[str, ...], Tensor] = {}
         self._steps = 0
         self._scales = torch.empty(count, dtype=torch.float32, device=device)
-        self._slots = list(self._history[0].split(1))
+        self._cut_slots()
         self._set_scales(torch.ones_like(self._scales))
+
+    def __setstate__(self, state: dict) -> None:
+        """A pickled view has memory of its own: what is written to it would not reach the history."""
+        self.__dict__.update(state)
+        self._cut_slots()
+        self._set_scales(self._scales)
+
+    def _cut_slots(self) -> None:
+        self._slots = list(self._history[0].split(1))
 
     @classmethod
     def of(cls, model: nn.Module) -> DelayedScaling | None:

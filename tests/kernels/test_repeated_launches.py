@@ -3,6 +3,7 @@
 Nothing is compiled and nothing runs, so any machine can tell. tests/gpu/test_repeated_launches.py compares bytes.
 """
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -299,6 +300,17 @@ def test_the_driver_is_handed_the_same(case, layout, looks):
         run(second)
         assert handed_over(launches, second) == expected != []
         assert not looks, [kernel.__name__ for kernel in looks]
+
+
+@pytest.mark.parametrize("descriptor", [gemm_launch.TensorDescriptor, gemm_launch.GluonDescriptor])
+def test_described_is_all_that_triton_asks_of_a_descriptor(descriptor):
+    """Sizes of blocks and layouts are compiled in; what versions from 3.7 on read besides has its default."""
+    fields = {field.name: field.default for field in dataclasses.fields(descriptor)}
+    described = gemm_launch.Described(ones(1), (1,), (1,))
+    asked = ({"round_f32_to_tf32": False} | fields).items()
+    wanted = {name: value for name, value in asked if name not in ("block_shape", "layout")}
+    assert set(wanted) == set(described._fields)
+    assert all(getattr(described, name) == value for name, value in wanted.items() if value is not dataclasses.MISSING)
 
 
 def test_another_size_is_another_launch():
