@@ -111,6 +111,7 @@ class Activation:
         if self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
             return self._fused_gradient(grad, x, tensors, want, remake)
         value = self._make(x, tensors, again, grad.dtype) if remake else None
+        x = x if isinstance(x, Tensor) else self.restore(x, grad.dtype)
         dx, of_tensors = differentiate(self._weighted, x.float(), tensors, grad.float())
         dx = dx.to(grad.dtype)
         return Gradients(dx if want is None else want.quantize(dx), of_tensors, value)
