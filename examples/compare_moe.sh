@@ -16,6 +16,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:-runs/compare_moe}
+case $run in
+-*)
+    echo "compare_moe: unknown flag $run; give a directory, or nothing: bash examples/compare_moe.sh [DIR] [SOURCES...]" >&2
+    exit 2
+    ;;
+esac
 shift || true
 read -ra extra <<< "${EXTRA:-}"
 case ${FP8_SEEDS:-1} in

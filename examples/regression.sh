@@ -128,6 +128,10 @@ train() { # train NAME...: JOBS at a time, each in a slot of its own; slots take
     for name in "$@"; do
         flags "$name" > /dev/null
     done
+    if [ ! -f "$data/corpus.log" ]; then
+        echo "regression.sh: $data holds no tokens; make them with: bash examples/regression.sh prepare" >&2
+        return 2
+    fi
     for name in "$@"; do
         slot=$(free_slot "${pids[@]}")
         while [ "$slot" -ge "${JOBS:-$((gpus > 1 ? gpus : 1))}" ]; do
@@ -162,6 +166,10 @@ report() {
     for name in "${ORDER[@]}"; do
         [ ! -f "$runs/$name/metrics.jsonl" ] || found+=("$name") paths+=("$runs/$name")
     done
+    if [ ${#found[@]} = 0 ]; then
+        echo "regression.sh: RUNS=$runs holds no run; bash examples/regression.sh train bf16 blockwise makes two" >&2
+        return 2
+    fi
     for name in "${found[@]}"; do
         case $name in
         bf16-seed2) noise=(--noise bf16-seed2) ;;
@@ -177,5 +185,9 @@ command=${1:-help}
 shift || true
 case $command in
 prepare | train | report | flags) "$command" "$@" ;;
-*) sed -n '2,25s/^# \?//p' "$0" ;;
+help | -h | --help) sed -n '2,23s/^# \?//p' "$0" ;;
+*)
+    echo "regression.sh: no command is called '$command'; give prepare, train, report, flags or help" >&2
+    exit 2
+    ;;
 esac

@@ -9,6 +9,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run=${1:-runs/moe}
+case $run in
+-*)
+    echo "train_moe: unknown flag $run; give a directory, or nothing: bash examples/train_moe.sh [DIR]" >&2
+    exit 2
+    ;;
+esac
 iterations=${ITERATIONS:-150}
 text=examples/data/tinyshakespeare.txt
 mkdir -p "$run"

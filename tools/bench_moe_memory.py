@@ -14,7 +14,7 @@ exchange and sum as well.
 
     python tools/bench_moe_memory.py                                     # DeepSeek-V3's experts, 4096 tokens
     python tools/bench_moe_memory.py --shapes mixtral qwen3-moe --tokens 8192 --ep 8 --png moe.png --json moe.json
-    python tools/bench_moe_memory.py --device cpu --shapes tiny --tokens 64
+    python tools/bench_moe_memory.py --device cpu --shapes tiny --tokens 2048 --repeats 1   # fewer: mostly padding
 """
 
 from __future__ import annotations

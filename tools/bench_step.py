@@ -317,12 +317,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_arguments(args)
         device = pick_device(args.device)
-        args.device = device.type
+        asked, args.device = args.device, device.type
         if args.ledger:
             print("\n".join(markdown(conversions(config_of(args, args.ledger)))))
             return 0
         if args.crossover:
             return bench_crossover.run(args, device)
+        if (asked, args.device) == ("auto", "cpu") and not args.preset.startswith("tiny"):
+            raise ValueError(f"--preset {args.preset}: there is no GPU; give --preset tiny, or --device cpu for hours")
         for recipe in args.recipes:
             for size in {size for scope in args.scopes for size in sizes[scope]}:
                 config_of(args, recipe, size)

@@ -256,7 +256,7 @@ def parse_budgets(texts: list[str], labels: list[str]) -> dict[str, float]:
         except ValueError:
             budgets[label] = math.nan
         if not budgets[label] >= 0:
-            raise ValueError(f"--budgets {text}: give 0 or more")
+            raise ValueError(f"--budgets {text}: give a share of the loss, 0 or more: 0.005 is half a percent")
     return budgets
 
 

@@ -212,11 +212,12 @@ def average(args: argparse.Namespace) -> int:
 def checkpoint_in(load: Path, step: int | None):
     """The checkpoint that --load and --ckpt-step name. Raises ValueError when there is none."""
     from megafp8.checkpoint import find_checkpoint
-    from megafp8.checkpoint.directory import saved_iterations
+    from megafp8.checkpoint.directory import checkpoints_below, saved_iterations
     from megafp8.checkpoint.index import INDEX_FILE
 
     if not (load / INDEX_FILE).is_file() and not saved_iterations(load):
-        raise ValueError(f"--load {load}: no checkpoint there")
+        below = checkpoints_below(load)
+        raise ValueError(f"--load {load}: no checkpoint there{f'; there is {below}' if below else ''}")
     return find_checkpoint(load, step)
 
 
@@ -238,9 +239,13 @@ def check_directories(args: argparse.Namespace) -> None:
     """Raises ValueError for a directory of the other kind, before torch takes its seconds to load."""
     if args.command == "to-hf":
         require_checkpoints(str(args.load))
+    elif args.command == "verify":
+        require_checkpoints(str(args.load))
+        if not (args.hf / "config.json").is_file():
+            raise ValueError(f"--hf {args.hf}: no Hugging Face model there; to-hf writes one")
     elif args.command == "from-hf":
         if not args.hf.is_dir():
-            raise ValueError(f"--hf {args.hf}: no such directory")
+            raise ValueError(f"--hf {args.hf}: no such directory; give one that a model was downloaded to")
         if any(args.hf.glob("iter_*")) and not (args.hf / "config.json").exists():
             raise ValueError(
                 f"--hf {args.hf}: a checkpoint, not a Hugging Face model; to-hf --load {args.hf} makes one"

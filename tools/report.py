@@ -37,6 +37,8 @@ def report(args: argparse.Namespace) -> str:
         raise ValueError(f"--window {args.window}: give 1 (no smoothing) or more")
     if args.output.is_dir():
         raise ValueError(f"--output {args.output}: is a directory; give a file, e.g. {args.output / 'report.html'}")
+    if args.output.suffix not in ("", ".html", ".htm"):
+        raise ValueError(f"--output {args.output}: the page is HTML; give {args.output.with_suffix('.html')}")
     runs = [load_run(path, label) for path, label in zip(args.runs, labels, strict=True)]
     try:
         import matplotlib  # noqa: F401

@@ -218,6 +218,14 @@ class Selftest:
         return int(bool(failed or unfinished))
 
 
+def check_gpus(args: argparse.Namespace) -> None:
+    """Raises ValueError when there are fewer GPUs than processes: they would all start, and each wait for its own."""
+    import torch
+
+    if args.device == "cuda" and args.gpus > (seen := torch.cuda.device_count()):
+        raise ValueError(f"--gpus {args.gpus}: torch sees {seen} CUDA GPU(s) here; give no more, or --device cpu")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -233,10 +241,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         check_least(args, 1, "gpus", "jobs", "elements", "check_seconds", "seconds")
+        if not writable_directory(args.folder):
+            raise ValueError(f"{args.folder}: can't write there; give another directory")
+        check_gpus(args)
     except ValueError as error:
         parser.error(str(error))
-    if not writable_directory(args.folder):
-        parser.error(f"{args.folder}: can't write there; give another directory")
     args.recipes = [recipe for recipe in RECIPES if recipe in args.recipes]
     args.parts = [part for part in PARTS if part in args.parts]
     return Selftest(args).main()

@@ -55,6 +55,11 @@ def saved_iterations(save: Path) -> list[int]:
     return sorted(i for i in found if checkpoint_path(save, i) is not None)
 
 
+def checkpoints_below(load: str | Path) -> str:
+    """Where in a directory without checkpoints some lie one level down, such as DIR/ckpt; empty if nowhere."""
+    return " and ".join(sorted(str(file.parent) for file in Path(load).glob(f"*/{LATEST}")))
+
+
 def latest_iteration(save: Path) -> int | None:
     """The iteration that `latest` names, or the newest complete one when it names none; None without checkpoints."""
     saved = saved_iterations(save)

@@ -13,7 +13,7 @@ from megafp8.config import compat, validate
 from megafp8.config.config import GROUPS, Config, field_table, flag_of, from_plain, has_flag
 from megafp8.config.flags import add_group
 from megafp8.config.resolve import resolve
-from megafp8.config.strangers import mend_for
+from megafp8.config.strangers import mend_for, pasted_dash
 
 TITLES = {
     "model": "model",
@@ -43,6 +43,8 @@ def parse_args(
         ValueError: one line that names the flag, the value and the mend.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    if dash := next(filter(None, map(pasted_dash, argv)), None):  # flags that take many values would take it for one
+        raise ValueError(dash)
     namespace, rest = build_parser().parse_known_args(argv)
     if rest:
         raise ValueError(_unknown(rest, argv))

@@ -3,6 +3,8 @@
 Only flags that nobody here knows get this far: Megatron-LM's are in compat.py.
 """
 
+import re
+
 _LAUNCH = "torchrun's: torchrun --nproc-per-node N --nnodes M pretrain_gpt.py ..., before the script's name"
 _ZERO = "DeepSpeed is not used here: --use-distributed-optimizer shards the optimizer (ZeRO-1)"
 _HUB = "tools/convert_checkpoint.py from-hf makes a checkpoint of a model, and --load DIR --finetune starts from it"
@@ -48,6 +50,16 @@ MENDS = {
     **dict.fromkeys(("mxfp8", "use-mxfp8"), "give --bf16 --fp8-format e4m3 --fp8-recipe mxfp8"),
     "report-to": "TensorBoard events go to --log-dir; --wandb-project adds W&B",
 }  # fmt: skip
+
+
+# what word processors, web pages and chats make of two hyphens
+_DASHES = re.compile("[\u2010-\u2015\u2212]+-?(?=[A-Za-z])|-[\u2010-\u2015\u2212]+(?=[A-Za-z])")
+
+
+def pasted_dash(text: str) -> str | None:
+    """The line for a flag whose hyphens became another dash where it was copied from; None for any other text."""
+    found = _DASHES.match(text)
+    return found and f"unexpected argument '{text}': its dash is none of a keyboard's; type --{text[found.end() :]}"
 
 
 def mend_for(flag: str) -> str | None:

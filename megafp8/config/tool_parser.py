@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from megafp8.config.mistakes import say_mistake
 from megafp8.config.publish import writable_directory
+from megafp8.config.strangers import pasted_dash
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -50,7 +51,7 @@ class ToolParser(argparse.ArgumentParser):
 
     def _unknown(self, text: str) -> str:
         if not text.startswith("-"):
-            return f"unexpected argument '{text}': values must follow their flag"
+            return pasted_dash(text) or f"unexpected argument '{text}': values must follow their flag"
         close = difflib.get_close_matches(text.replace("_", "-"), self._option_string_actions, n=1)
         return f"unknown flag {text}; " + (
             f"did you mean {close[0]}?" if close else "see --help for the flags there are"

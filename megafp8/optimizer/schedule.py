@@ -184,7 +184,11 @@ def resume_schedule(
         return loaded
     differing = [n for n in sorted(known - _without_effect(current, loaded)) if _differs(n, current, loaded)]
     if differing:
-        values = "; ".join(f"{FLAGS[n]}: {getattr(loaded, n)} saved, {getattr(current, n)} now" for n in differing)
+        unit = {name: " samples" for name in FLAGS if name.endswith("_steps")}
+        values = "; ".join(
+            f"{FLAGS[n]}: {getattr(loaded, n)}{unit.get(n, '')} saved, {getattr(current, n)}{unit.get(n, '')} now"
+            for n in differing
+        )
         raise ValueError(
             f"the schedule differs from the checkpoint's ({values}); give --override-opt_param-scheduler to follow "
             "the flags, or --use-checkpoint-opt_param-scheduler to follow the checkpoint"

@@ -23,6 +23,7 @@ from megafp8.checkpoint import (
     load_found,
     select_saved,
 )
+from megafp8.checkpoint.directory import checkpoints_below
 from megafp8.checkpoint.resume import OPTIMIZER
 from megafp8.config import Config, changes
 from megafp8.config.config import flag_of
@@ -143,8 +144,10 @@ def find_to_resume(config: Config, parallel: ParallelContext) -> Found | None:
         fallback = checkpoint.load_fallback
         found = find_together(parallel, checkpoint.load, checkpoint.ckpt_step, fallback=fallback)
     if found is None and checkpoint.exit_on_missing_checkpoint:
+        below = checkpoint.load and checkpoints_below(checkpoint.load)
         raise ValueError(
-            f"--exit-on-missing-checkpoint: --load {checkpoint.load} holds no checkpoint; give the directory of one, "
+            f"--exit-on-missing-checkpoint: --load {checkpoint.load} holds no checkpoint; give "
+            f"{below or 'the directory of one'}, "
             "or drop the flag to start anew"
         )
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint import check_tokenizer, find_checkpoint, load_checkpoint
-from megafp8.checkpoint.directory import LATEST
+from megafp8.checkpoint.directory import checkpoints_below
 from megafp8.config import Config, with_vocab_size
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.data import Tokenizer, build_tokenizer
@@ -60,8 +60,8 @@ def load_trained(
     """
     found = find_checkpoint(load, step)
     if found is None:
-        below = sorted(str(file.parent) for file in Path(load).glob(f"*/{LATEST}"))
-        mend = f"there is {' and '.join(below)}" if below else "give a directory written by --save"
+        below = checkpoints_below(load)
+        mend = f"there is {below}" if below else "give a directory written by --save"
         raise ValueError(f"--load {load}: no checkpoint there; {mend}")
     config = Config.from_dict(found.metadata["args"])
     config = config.replace(**{name: value for name, value in overrides.items() if value is not None})

@@ -32,7 +32,8 @@ def fp8_lines(config: Config, device: torch.device) -> list[str]:
     found = linears(config)
     recipes = {describe_recipe(linear.recipe): None for linear in found if linear.recipe is not None}
     if not recipes:
-        return [f"precision: {high}; FP8 is off (--fp8-format turns it on)"]
+        off = "off (--fp8-format turns it on)"
+        return [f"precision: {high}; FP8 is {'on for no linear (--dry-run says why)' if config.fp8.enabled else off}"]
     count = sum(linear.recipe is not None for linear in found)
     gemms = f"--fp8-gemm-backend {config.fp8.fp8_gemm_backend}" if device.type == "cuda" else "plain PyTorch (slow)"
     head = f"precision: {count} of {len(found)} linears in FP8, the rest {high}; FP8 GEMMs: {gemms}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megafp8.checkpoint.directory import checkpoints_below
 from megafp8.config import Config
 from megafp8.config.batch_size import BatchSize
 from megafp8.config.provenance import write_args
@@ -89,7 +90,10 @@ class Trainer:
         found = find_to_resume(self.config, self.parts.parallel)
         if found is None:
             load = self.config.checkpoint.load
-            return [] if load is None else [f"--load {load} holds no checkpoint: a new run starts"]
+            if load is None:
+                return []
+            below = checkpoints_below(load)
+            return [f"--load {load} holds no checkpoint{f' ({below} does)' if below else ''}: a new run starts"]
         self.progress, self.schedule, notes = resume(self.parts, self.state, found)
         self._saved_iteration = self.progress.iteration or None
         return notes

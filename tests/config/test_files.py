@@ -27,6 +27,14 @@ def test_missing_data_file(parse, tmp_path, suffix):
         parse(f"--train-data-path {prefix}", without=("--mock-data",), files=True)
 
 
+def test_data_path_is_a_directory(parse, tmp_path):
+    with pytest.raises(ValueError, match=f"--data-path {tmp_path}: a directory; give the prefix of token files"):
+        parse(f"--data-path {tmp_path}", without=("--mock-data",), files=True)
+    prefixes = [data_prefix(tmp_path, name) for name in "abcd"]
+    with pytest.raises(ValueError, match=f"a directory; there is {' and '.join(prefixes[:3])}$"):
+        parse(f"--data-path {tmp_path}", without=("--mock-data",), files=True)
+
+
 def test_data_path_with_suffix(parse, tmp_path):
     prefix = data_prefix(tmp_path)
     with pytest.raises(ValueError, match="give the prefix without .bin"):

@@ -7,6 +7,7 @@ import pytest
 
 from megafp8.config import Config, build_config, diff, parse_args
 from megafp8.config.config import field_table, flag_of, has_flag
+from megafp8.config.strangers import pasted_dash
 from tests.config.conftest import SMALL
 
 
@@ -147,3 +148,18 @@ def test_from_json_of_another_version(parse):
     content["config"]["model"]["number_of_heads"] = 3
     with pytest.raises(ValueError, match="model.number_of_heads"):
         Config.from_dict(content)
+
+
+@pytest.mark.parametrize("typed", ["\u2014bf16", "\u2013bf16", "\u2013\u2013bf16", "-\u2013bf16", "\u2212\u2212bf16"])
+def test_dashes_of_a_word_processor(typed):
+    """Told wherever they stand, also where a flag would take them for one of its values."""
+    mend = "its dash is none of a keyboard's; type --bf16"
+    for argv in ([typed], ["--swiglu", typed], ["--data-path", "a", typed]):
+        with pytest.raises(ValueError, match=f"^unexpected argument '{typed}': {mend}$"):
+            parse_args(argv, env={})
+
+
+def test_a_dash_within_a_value_is_a_value():
+    assert pasted_dash("a\u2014b") is None
+    assert pasted_dash("\u2014 and then") is None
+    assert pasted_dash("-1") is None

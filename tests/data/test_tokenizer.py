@@ -287,6 +287,8 @@ def test_file_mistakes(tmp_path, models):
         ("SentencePieceTokenizer", None, "--tokenizer-model: not given"),
         ("SentencePieceTokenizer", missing, "--tokenizer-model .*missing: no such file"),
         ("SentencePieceTokenizer", junk, "--tokenizer-model .*junk: not a SentencePiece model"),
+        ("SentencePieceTokenizer", str(llama2), "llama2: a directory; it names a SentencePiece .model file"),
+        ("TikTokenizer", str(llama2), "llama2: a directory; it names a JSON vocabulary"),
         ("HuggingFaceTokenizer", junk, "--tokenizer-model .*junk: junk can't be read"),
         ("HuggingFaceTokenizer", missing, "--tokenizer-model .*missing: no such file"),
         ("HuggingFaceTokenizer", str(tmp_path / "empty"), "has no tokenizer.json"),

@@ -12,7 +12,6 @@ from megafp8.core.transformer import activation
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, backend, get_recipe
 from megafp8.fp8.policy import Policy
-from megafp8.fp8.producer import Want
 from megafp8.step import StepContext
 from tests.cases import quick
 from tests.core.families import DEEPSEEK
@@ -106,15 +105,3 @@ def test_linears_of_different_recipes(first, second, monkeypatch):
     for one, other in zip(got, want, strict=True):
         assert torch.isfinite(one).all()
         assert relative_error(one.float(), other.float()) < 0.1
-
-
-def test_the_gradient_from_bytes_under_tiles_that_no_kernel_makes(monkeypatch):
-    """Where kernels read what was kept in FP8, but know no 128 x 128 tiles of a gradient."""
-    swiglu = activation.Activation(activation.swiglu, gated=True, store_fp8=True)
-    x, grad = torch.randn(16, 512).bfloat16(), torch.randn(16, 256).bfloat16()
-    quantizer = get_recipe("blockwise", grad_tile="2d", weight_tile="1d").quantizer("grad_output")
-    kept, want = swiglu.keep(x), Want(quantizer)
-    right = swiglu.gradient(grad, kept, (), want, False).x
-    monkeypatch.setattr(activation, "fuses", lambda x, dtype, *wants: want not in wants)
-    got = swiglu.gradient(grad, kept, (), want, False).x
-    assert torch.equal(got.rowwise.data.view(torch.uint8), right.rowwise.data.view(torch.uint8))

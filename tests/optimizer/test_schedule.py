@@ -134,6 +134,12 @@ def test_resume_with_another_schedule():
         resume_schedule(new, saved, override=False, use_checkpoint=False)
 
 
+def test_lengths_of_another_schedule_are_told_as_samples():
+    saved = schedule_to_json(build_schedule(config(lr_decay_iters=40)))
+    with pytest.raises(ValueError, match=r"--lr-decay-iters.*: \d+ samples saved, \d+ samples now\)"):
+        resume_schedule(build_schedule(config(lr_decay_iters=50)), saved, override=False, use_checkpoint=False)
+
+
 def test_resume_may_change_what_has_no_effect():
     """A longer training with a constant rate and a constant weight decay is no other schedule."""
     saved = schedule_to_json(build_schedule(config(lr_decay_style="constant")))

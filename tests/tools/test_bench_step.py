@@ -65,6 +65,15 @@ def test_mistakes_are_one_line(argv, line, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_large_model_is_not_begun_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(bench_step, "pick_device", lambda name: torch.device("cpu"))
+    assert bench_step.main([]) == 2
+    told = capsys.readouterr().err
+    assert told == (
+        "bench_step.py: error: --preset llama3-8b: there is no GPU; give --preset tiny, or --device cpu for hours\n"
+    )
+
+
 @pytest.mark.parametrize("preset", bench_step.PRESETS)
 def test_presets_are_configurations(preset, capsys):
     assert bench_step.main(["--preset", preset, "--device", "cpu", "--ledger", "blockwise"]) == 0

@@ -209,6 +209,13 @@ def test_wrong_labels_and_budgets_are_one_line(tmp_path, capsys, argv):
     assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {argv[0]} {argv[1]}: ")
 
 
+@pytest.mark.parametrize("budget", ["b=0.5%", "b=0,5", "b=-1"])
+def test_a_budget_is_a_share(tmp_path, capsys, budget):
+    runs = [str(write_run(tmp_path / n, {1: 4.0}, {})) for n in ("a", "b")]
+    assert compare_runs.main([*runs, "--budgets", budget]) == 2
+    assert capsys.readouterr().err.endswith("give a share of the loss, 0 or more: 0.005 is half a percent\n")
+
+
 def test_the_validation_column_is_of_the_evaluation_that_the_gap_is_of(tmp_path, capsys):
     """A run that was evaluated after its last common iteration, and one that stopped early."""
     base = write_run(tmp_path / "base", {1: 4.0, 2: 4.0}, {4: 2.0, 8: 1.0})

@@ -223,14 +223,14 @@ def test_averages_are_of_masters(stories_bf16, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("from-hf", "--hf", "nowhere", "--save", "out"), "--hf nowhere: no such directory"),
+        (("from-hf", "--hf", "nowhere", "--save", "out"), "--hf nowhere: no such directory; give one that a"),
         (("to-hf", "--load", "nowhere", "--hf", "out"), "--load nowhere: no such directory"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--family", "opt"), "--family opt: use one of llama"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--family", "gpt2"), "family gpt2 has no such model"),
         (("to-hf", "--load", "{stories}", "--hf", "out", "--max-shard-size", "5"), "--max-shard-size 5"),
         (("to-hf", "--load", "{stories}", "--hf", "{stories}"), "is there already"),
         (("to-hf", "--load", "{stories}", "--ckpt-step", "7", "--hf", "out"), "--ckpt-step 7"),
-        (("verify", "--load", "{stories}", "--hf", "nowhere"), "nowhere"),
+        (("verify", "--load", "{stories}", "--hf", "nowhere"), "--hf nowhere: no Hugging Face model there; to-hf"),
         (("info", "."), "neither a checkpoint"),
         (("prune", "--load", "nowhere", "--save", "out"), "no checkpoint"),
         (("average", "--load", "{stories}", "--save", "out"), "two checkpoints or more"),

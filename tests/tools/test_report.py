@@ -181,6 +181,7 @@ def test_what_is_missing_is_left_out_or_named(tmp_path, capsys):
         (["run", "--labels", "a", "b"], "--labels: 2 names for 1 runs"),
         (["run", "--window", "0"], "--window 0"),
         (["run", "--output", "."], "is a directory"),
+        (["run", "--output", "page.pdf"], "--output page.pdf: the page is HTML; give page.html"),
         (["run/metrics.jsonl"], "a file, not a directory"),
     ],
 )

@@ -288,3 +288,13 @@ def test_mistakes_are_one_line_before_anything_starts(argv, line, capsys, monkey
     with pytest.raises(SystemExit, match="2"):
         selftest_nccl.main([*argv])
     assert capsys.readouterr().err.partition("error: ")[2] == line + "\n"
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path, capsys, monkeypatch):
+    """Before any of them starts."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(selftest_nccl, "Selftest", lambda args: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit) as leaving:
+        selftest_nccl.main([str(tmp_path / "s"), "--gpus", "99"])
+    assert leaving.value.code == 2
+    assert "--gpus 99: torch sees 2 CUDA GPU(s) here; give no more, or --device cpu" in capsys.readouterr().err

@@ -38,5 +38,19 @@ def test_fp8_off_is_said(corpus, capsys):
     assert "precision: fp32; FP8 is off" in capsys.readouterr().out
 
 
+def test_fp8_that_reaches_no_linear_is_said(corpus, capsys):
+    """Two layers, and both ends stay in BF16: the flag was given, so "off" would send people looking for it."""
+    assert run(*flags(corpus, *RECIPES["blockwise"], *SHORT, "--first-last-layers-bf16")) == 0
+    assert "FP8 is on for no linear (--dry-run says why)" in capsys.readouterr().out
+
+
+def test_a_checkpoint_one_level_down_is_named(corpus, tmp_path, capsys):
+    assert run(*flags(corpus, *SHORT, "--save", str(tmp_path / "ckpt"))) == 0
+    capsys.readouterr()
+    assert run(*flags(corpus, *SHORT, "--load", str(tmp_path))) == 0
+    told = f"--load {tmp_path} holds no checkpoint ({tmp_path / 'ckpt'} does): a new run starts"
+    assert told in capsys.readouterr().out
+
+
 def count_parameters(path) -> int:
     return sum(tensor.numel() for tensor in load_file(path).values())

@@ -31,6 +31,8 @@ def check_files(config: Config) -> None:
         path = Path(config.value(name))
         if not exists(path):
             raise ValueError(f"{flag_of(name)} {path}: no such file; give the tokenizer's path")
+        if isdir(path):
+            raise ValueError(f"{flag_of(name)} {path}: a directory; give the file of the tokenizer in it")
     project = config.logging.wandb_project
     if project and not config.train.dry_run and not _installed("wandb"):
         raise ValueError(f"--wandb-project {project}: the package wandb is not installed; pip install wandb")
@@ -76,6 +78,10 @@ def _check_prefix(flag: str, prefix: str) -> None:
             f"{flag} {prefix}: a file, not the prefix of token files; tools/preprocess_data.py --input {prefix} "
             "--output-prefix PREFIX makes them, and PREFIX_text_document goes here"
         )
+    if isdir(prefix) and not isfile(f"{prefix}.bin"):
+        inside = [str(index).removesuffix(".idx") for index in sorted(Path(prefix).glob("*.idx"))]
+        mend = f"there is {' and '.join(inside[:3])}" if inside else "give the prefix of token files"
+        raise ValueError(f"{flag} {prefix}: a directory; {mend}")
     for suffix in (".bin", ".idx"):
         if not isfile(prefix + suffix):
             raise ValueError(f"{flag} {prefix}: {prefix}{suffix} is missing; build it with tools/preprocess_data.py")

@@ -63,13 +63,15 @@ def make_fingerprint(*parts: object) -> str:
     return digest.hexdigest()[:32]
 
 
-def require_file(flag: str, value: str | None, what: str) -> Path:
-    """The path a flag names. ValueError when the flag or the file is missing."""
+def require_file(flag: str, value: str | None, what: str, *, or_directory: bool = False) -> Path:
+    """The path a flag names. ValueError when the flag or the file is missing, or a directory where none will do."""
     if not value:
         raise ValueError(f"{flag}: not given; it names {what}")
     path = Path(value)
     if not path.exists():
         raise ValueError(f"{flag} {value}: no such file; it names {what}")
+    if path.is_dir() and not or_directory:
+        raise ValueError(f"{flag} {value}: a directory; it names {what}")
     return path
 
 

@@ -72,7 +72,7 @@ def _find_files(model: str | None) -> tuple[Path, Path | None]:
     what = "a directory with tokenizer.json, that file, or a model's name on the Hugging Face hub"
     if model and not Path(model).exists() and model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _fetch_from_hub(model)
-    path = require_file("--tokenizer-model", model, what)
+    path = require_file("--tokenizer-model", model, what, or_directory=True)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         mend = (

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megafp8.core.transformer import activation
 from megafp8.core.transformer.activation import Activation, activation_of, gelu, gelu_tanh, squared_relu, swiglu
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.producer import Want
 from tests.core.helpers import GPT2, LLAMA
 from tests.core.transformer.test_norm import ulp
 
@@ -102,3 +105,15 @@ def test_choice(changes, formula):
     assert activation_of(replace(GPT2, **changes)).formula is formula
     assert activation_of(replace(GPT2, **changes)).gated == (formula is swiglu)
     assert activation_of(LLAMA).formula is swiglu
+
+
+def test_gradient_from_bytes_under_tiles_that_no_kernel_makes(monkeypatch):
+    """Where kernels read what was kept in FP8, but know no 128 x 128 tiles of a gradient."""
+    kept_in_fp8 = Activation(swiglu, gated=True, store_fp8=True)
+    x, grad = torch.randn(16, 512).bfloat16(), torch.randn(16, 256).bfloat16()
+    quantizer = get_recipe("blockwise", grad_tile="2d", weight_tile="1d").quantizer("grad_output")
+    kept, want = kept_in_fp8.keep(x), Want(quantizer)
+    right = kept_in_fp8.gradient(grad, kept, (), want, False).x
+    monkeypatch.setattr(activation, "fuses", lambda x, dtype, *wants: want not in wants)
+    got = kept_in_fp8.gradient(grad, kept, (), want, False).x
+    assert torch.equal(got.rowwise.data.view(torch.uint8), right.rowwise.data.view(torch.uint8))
