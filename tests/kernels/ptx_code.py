@@ -55,6 +55,7 @@ BY_NAME = {
     "setp": "compare",
     "selp": "select",
     "shfl": "shuffle",
+    "redux": "reduce_lanes",
     "cvt": "convert",
     "prmt": "permute_bytes",
     "atom": "atomic",
@@ -87,6 +88,7 @@ INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "max": np.maximum,
     "div": _truncated_quotient,
     "rem": lambda a, b: a - _truncated_quotient(a, b) * b,
+    "popc": np.bitwise_count,
 }
 
 

@@ -295,6 +295,11 @@ class Programs:
         source = {"bfly": lane ^ by, "up": np.where(lane >= by, lane - by, lane), "idx": by % 32}[parts[2]]
         self.write(operands[0].split("|")[0], self.value(operands[1])[self.thread - lane + source])
 
+    def reduce_lanes(self, parts: list[str], operands: list[str]) -> None:
+        assert parts[2] == "add", parts
+        value = self.typed(operands[1], parts[-1]).reshape(-1, 32)
+        self.write(operands[0], np.repeat(value.sum(1, dtype=value.dtype), 32))
+
     def permute_bytes(self, parts: list[str], operands: list[str]) -> None:
         source = np.stack([self.value(o) for o in operands[1:3]], 1).view(np.uint8)
         selector = self.value(operands[3])[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
