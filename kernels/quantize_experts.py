@@ -35,7 +35,6 @@ from .quantize_device import (
     tile_layout,
     tile_offsets,
     tile_origin,
-    to_f32,
 )
 from .quantize_emit import emit_tensor, expert_scale, store_expert_scales
 
@@ -87,14 +86,14 @@ def expert_cast_kernel(x_ptr, row_ptr, col_ptr, amax_ptr, given_scale_ptr, scale
     if gl.program_id(0) == 0:
         store_expert_scales(given_scale_ptr, amax_ptr, epsilon, scale_inv_ptr, experts, SPEC, EXPERTS, W)
     m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
-    expert = expert_of(ends_ptr, m0, experts, EXPERTS, W)
-    if expert >= experts:  # nobody's rows
-        return
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     rows, valid = source_rows(index_ptr, m0, N, M, BLOCK_M, L)
     cols = k0 + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, L))
     whole: gl.constexpr = EVEN and index_ptr is None
     x = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), valid[:, None] & (cols < K)[None, :], whole)
+    expert = expert_of(ends_ptr, m0, experts, EXPERTS, W)  # while the rows are on their way
+    if expert >= experts:  # nobody's rows
+        return
     scale = expert_scale(given_scale_ptr, amax_ptr, epsilon, expert, SPEC)
     x = nonfinite_to_nan(x if x.dtype == gl.bfloat16 else x.to(gl.float32))
     emit_tensor(x, m0, k0, (row_ptr, None, None, 0), (col_ptr, None, None, 0), scale, N, K, SPEC, EVEN)

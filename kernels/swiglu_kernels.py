@@ -169,13 +169,6 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     keep = (keep_ptr, keep_scale_ptr, None, keep_scale_ld)
     row = (row_ptr, row_scale_ptr, None, row_scale_ld)
     col = (col_ptr, col_scale_ptr, None, col_scale_ld)
-    expert = 0
-    if ends_ptr is not None:
-        if gl.program_id(0) == 0:
-            store_scales(scale_ptr, amax_ptr, epsilon, row, col, experts, SPEC, EXPERTS, W)
-        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
-        if expert >= experts:
-            return
     STEP: gl.constexpr = BLOCK_M if ROWS == 0 else ROWS
     if ROWS != 0 and col_ptr is not None:
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), waiting_layout(BLOCK_M, BLOCK_K))
@@ -183,6 +176,13 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     if record_ptr is not None:
         largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
+    expert = 0
+    if ends_ptr is not None:
+        if gl.program_id(0) == 0:
+            store_scales(scale_ptr, amax_ptr, epsilon, row, col, experts, SPEC, EXPERTS, W)
+        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
+        if expert >= experts:
+            return
     if ends_ptr is None:
         scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
     else:
@@ -245,12 +245,12 @@ def swiglu_amax_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_s
     largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
     first, last, step = walk(T, F, WALK, BLOCK_M, BLOCK_K)
     t0, f0 = tile_origin(first, F, BLOCK_M, BLOCK_K)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
     expert = 0
     if ends_ptr is not None:
         expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
         if expert >= experts:
             return
-    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
     for tile in range(first, last, step):
         halves = coming
         t0, f0 = tile_origin(tile, F, BLOCK_M, BLOCK_K)
@@ -276,13 +276,13 @@ def swiglu_grad_amax_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride
     largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
     first, last, step = walk(T, F, WALK, BLOCK_M, BLOCK_K)
     t0, f0 = tile_origin(first, F, BLOCK_M, BLOCK_K)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
+    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
     expert = 0
     if ends_ptr is not None:
         expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
         if expert >= experts:
             return
-    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
-    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
     for tile in range(first, last, step):
         halves = coming
         dy = to_f32(coming_dy)
@@ -320,6 +320,13 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
     y_col = (y_col_ptr, y_col_scale_ptr, None, y_scale_ld)
     source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
     X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
+    if col_ptr is not None:
+        d_gates = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+        d_ups = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+    if y_col_ptr is not None:
+        ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
+    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
+    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
     expert = 0
     if ends_ptr is not None:
         if gl.program_id(0) == 0:
@@ -328,13 +335,6 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
         if expert >= experts:
             return
-    if col_ptr is not None:
-        d_gates = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
-        d_ups = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
-    if y_col_ptr is not None:
-        ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
-    coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
-    coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
     if ends_ptr is None:
         scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
     else:

@@ -34,5 +34,6 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _filled(count: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Pieces of one fill; each a tensor of its own to autograd: writing to one is not seen as a change of others."""
     width = -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
-    rows = torch.zeros(max(1, _BYTES // (width * dtype.itemsize)), width, dtype=dtype, device=device)
-    return [row.data for row in rows[:, :count].unbind(0)]
+    with torch.inference_mode(False):  # what is left after an evaluation is kept for backward
+        rows = torch.zeros(max(1, _BYTES // (width * dtype.itemsize)), width, dtype=dtype, device=device)
+        return [row.data for row in rows[:, :count].unbind(0)]

@@ -34,7 +34,7 @@ def suits_wgrad_grouped(a: QuantizedStorage, b: QuantizedStorage, alignment: int
 
 
 def matmul_grouped(a: QuantizedStorage, b: QuantizedStorage, ends: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """`out[t] = A[t] @ B[g].T` for the tokens t of group g: A `[T, K]`, B `[G, N, K]`, out `[T, N]`, rounded to BF16."""
+    """`out[t] = A[t] @ B[g].T` for the tokens t of group g: A `[T, K]`, B `[G, N, K]`, out `[T, N]`, rounded once."""
     return grouped_matmul.fprop(_values(a), _values(b), ends).to(out_dtype)
 
 

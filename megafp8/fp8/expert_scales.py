@@ -1,10 +1,10 @@
 """One scale an expert: rows that lie by expert in one buffer, whose numbers only the device knows.
 
-The bytes are those of quantizing each expert's rows by themselves. Where experts begin at multiples of 128 rows, as they
-do in training, no register tile lies in two of them, and kernels of their own (`kernels/quantize_experts.py`) make both
+The bytes are those of quantizing each expert's rows by themselves. Where experts begin at multiples of 128 rows, as in
+training, no register tile lies in two of them, and kernels of their own (`kernels/quantize_experts.py`) make both
 copies in one pass, picking rows from where tokens lie, if they are told to. Elsewhere, and without a GPU, bytes come
-from 1 x 128 tiles, each with its expert's amax for its own; in unaligned rows the colwise copy is made by transposing
-bytes. Nothing waits for the device.
+from 1 x 128 tiles, each with its expert's amax for its own; in unaligned rows the colwise copy is made by
+transposing bytes. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def quantize(
     if kernels is not None:
         options = {"amax": given, "scale": scale, "index": index}
         return quantizer.store_pair(*kernels.quantize_experts(x, groups.ends, spec, rowwise, colwise, **options))
-    return _quantize_tiles(quantizer, x, groups, rowwise, colwise, given if scale is None else amax_for(quantizer, scale))
+    given = given if scale is None else amax_for(quantizer, scale)
+    return _quantize_tiles(quantizer, x, groups, rowwise, colwise, given)
 
 
 def _quantize_tiles(

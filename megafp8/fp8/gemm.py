@@ -15,7 +15,6 @@ that: `needs` says which orientations the GEMMs of a device want.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import decoded_gemm, gemm_speed, reference, scaled_mm, triton_gemm
+from megafp8.fp8.expert_parts import tokens_of, weights_of
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+from megafp8.fp8.storage import QuantizedStorage
 from megafp8.fp8.wgrad import put
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Capability:
 
     cublaslt: FP8 GEMMs of cuBLASLt. triton: what the project's kernels need (TMA). any_layout: tensorwise operands need
     not be K-major. native_mxfp8: block-scaled tensor cores, which run blockwise with power-of-two scales as well.
-    grouped_bf16: `torch._grouped_mm` is one kernel of the device. name: of the device, as `torch.cuda.get_device_name` says.
+    grouped_bf16: `torch._grouped_mm` is one kernel of the device. name: of it, as `torch.cuda.get_device_name` says.
     """
 
     cublaslt: bool = False
@@ -342,7 +342,7 @@ def _multiply_grouped(
         return triton_gemm.matmul_grouped(a, b, ends, out_dtype, fast)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
-    for part, weight, end in zip(_tokens(a, ends, 0), _experts(b), ends.tolist(), strict=True):
+    for part, weight, end in zip(tokens_of(a, ends, 0), weights_of(b), ends.tolist(), strict=True):
         out[start:end] = _multiply(part, weight, None, out_dtype, backend, fast=fast)
         start = end
     return out
@@ -362,7 +362,7 @@ def _wgrad_grouped(
     if out is None:
         out, adds = torch.empty(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device), False
     assert out.dtype == torch.float32
-    for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
+    for index, (part_a, part_b) in enumerate(zip(tokens_of(a, ends, 1), tokens_of(b, ends, 1), strict=True)):
         _multiply(part_a, part_b, None, torch.float32, backend, out[index], adds=adds)
     return out
 
@@ -388,32 +388,6 @@ def _runs_grouped(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, 
         _say_emulated(reason)
         return True
     return backend in ("auto", "triton") and not reason and able.triton
-
-
-def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[QuantizedStorage]:
-    """Each expert's tokens, which lie along `dim`. Waits for the device."""
-    start = tile = 0
-    for index, end in enumerate(ends.tolist()):
-        data = storage.data.narrow(dim, start, end - start)
-        if storage.tile.kind == "tensor":
-            scale_inv = storage.scale_inv[index : index + 1]
-        elif dim == 0:
-            scale_inv = storage.scale_inv[start:end]
-        else:
-            tiles = -(-(end - start) // storage.tile.block)
-            scale_inv = storage.scale_inv.narrow(dim, tile, tiles)
-            tile += tiles
-        scale_inv = gemm_layout(scale_inv, storage.tile)
-        yield QuantizedStorage(data, scale_inv, storage.tile, storage.scale, storage.orientation)
-        start = end
-
-
-def _experts(weight: QuantizedStorage) -> Iterator[QuantizedStorage]:
-    """Each expert's weight."""
-    for index in range(weight.data.shape[0]):
-        scale_inv = weight.scale_inv[index : index + 1] if weight.tile.kind == "tensor" else weight.scale_inv[index]
-        scale_inv = gemm_layout(scale_inv, weight.tile)
-        yield QuantizedStorage(weight.data[index], scale_inv, weight.tile, weight.scale, weight.orientation)
 
 
 @cache

@@ -7,17 +7,15 @@
 Rows of a linear begin at a multiple of the recipes' tiles, with rows of zeros between (`RowSpec.alignment`): so the
 tiles of the buffer as a whole are those of each linear, and rows of zeros add nothing. With one scale a tensor each
 linear's rows have a scale of their own (`expert_scales.py`), from their amax or from a history; there the filling lets
-one pass make all copies. Sizes stay on the device. Rows past the last end are nobody's: they may hold anything, and no GEMM
-reads them.
+one pass make all copies. Sizes stay on the device. Rows past the last end are nobody's: they may hold anything, and no
+GEMM reads them.
 
 What is kept, what a producer does and where gradients go is as in `LinearFunction`, whose pieces these are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,9 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from megafp8.fp8 import expert_scales, gemm, grouped_matmul
 from megafp8.fp8.expert_scales import Groups
+from megafp8.fp8.grouped_args import GroupedArgs, has_tiles, want_of
 from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.linear import Linear
-from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.linear_function import Remade, pick, produce, to_save
 from megafp8.fp8.producer import Producer, Want
 from megafp8.fp8.recipe import ROLES, Recipe
@@ -35,92 +33,7 @@ from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.fp8.weight_stack import WeightStack
 from megafp8.fp8.wgrad import Wgrad, put
-from megafp8.step import ScalingHistory, StepContext
-
-
-@dataclass(eq=False)
-class GroupedArgs(LinearArgs):
-    """stack: the weights; `weight` is the first one's. ends: int32 [G], one past each linear's last row; alignment: a
-    number that all of them are multiples of. names: of the linears; places: role -> "<linear>/<role>" of each."""
-
-    stack: WeightStack | None = None
-    names: tuple[str | None, ...] = ()
-    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ends: Tensor | None = None
-    alignment: int = 1
-    _groups: Groups | None = None
-
-    def groups(self, rows: int) -> Groups:
-        """Where the linears' rows lie, of `rows` rows; worked out once for all operands, which have the same rows."""
-        if self._groups is None:
-            self._groups = Groups(self.ends, rows, self.alignment)
-        return self._groups
-
-    def want(self, role: str, rows: int, rowwise: bool, colwise: bool, *, record: bool) -> Want:
-        want = want_of(self.recipe, role, self.places, self.step, rowwise, colwise, record=record)
-        return want if _has_tiles(self.recipe) else want.of_experts(self.groups(rows))
-
-    def input_want(self, rows: int, rowwise: bool, colwise: bool) -> Want | None:
-        return self.want("input", rows, rowwise, colwise, record=self.records)
-
-    @property
-    def history(self) -> ScalingHistory | None:
-        return self.step.scaling if self.step is not None and self.recipe.uses_history else None
-
-    def weight_operand(self, gemm_name: str) -> QuantizedStorage:
-        if self.history is None:
-            return self.stack.operand(gemm_name)
-        if gemm_name == "fprop" and self.records:
-            self.history.record_all(self.places["weight"], self.stack.amax())
-        for weight in self.stack.weights:
-            if weight.primary is not None and weight.primary.scale is not self.history.scale(weight.history_name):
-                raise RuntimeError("FP8 primary weights have other scales than the history: Optimizer.write_weights()")
-        return self.stack.operand(gemm_name, self.history.scales(self.places["weight"]))
-
-    def quantize(self, role: str, x: Tensor, rowwise: bool, colwise: bool) -> Quantized:
-        """All linears' rows, of the step's first look at them."""
-        # As in dense linears: a recomputed forward has the step's only backward.
-        record = self.records if role == "input" else self.step is not None and self.step.training
-        want = self.want(role, x.shape[0], rowwise, colwise, record=record)
-        want = want if want.record is None else want.measuring(x.device)
-        quantized = want.quantize(x)
-        want.measured()
-        return quantized
-
-    def observe(self, role: str, quantized: Quantized, x: Callable[[], Tensor | None]) -> None:
-        """Shows each linear's rows to the step's observer, if any; that waits for the number of rows."""
-        if self.step is None or self.step.observer is None:
-            return
-        value, whole, start = x(), quantized.rowwise, 0
-        for number, (name, end) in enumerate(zip(self.names, self.ends.tolist(), strict=True)):
-            rows = slice(start, end)
-            scales = slice(number, number + 1) if whole.tile.kind == "tensor" else rows
-            own = replace(whole, data=whole.data[rows], scale_inv=whole.scale_inv[scales])
-            self.step.observer.see(f"{name}/{role}", None if value is None else value[rows], Quantized(own))
-            start = end
-
-
-def _has_tiles(recipe: Recipe) -> bool:
-    """Whether rows are quantized tile by tile; else all rows of a linear share a scale."""
-    return recipe.quantizer("input").spec.tile.kind != "tensor"
-
-
-def want_of(
-    recipe: Recipe,
-    role: str,
-    places: Mapping[str, tuple[str, ...]],
-    step: StepContext | None,
-    rowwise: bool,
-    colwise: bool,
-    *,
-    record: bool,
-) -> Want:
-    """How rows of grouped linears are wanted, but for where they lie. record: a history is told their amaxes."""
-    if not recipe.uses_history:
-        return Want(recipe.quantizer(role), rowwise, colwise)
-    history, names = step.scaling, places[role]
-    note = partial(history.record_all, names) if record else None
-    return Want(recipe.quantizer(role), rowwise, colwise, scale=history.scales(names), record=note)
+from megafp8.step import StepContext
 
 
 def can_group(linears: Sequence[Linear]) -> bool:
@@ -193,9 +106,9 @@ class GroupedLinear:
         """How rows of the input are wanted, which begin at multiples of `alignment`."""
         first = self.linears[0]
         recipe, colwise = first.recipe, first.input_spec(step.training and torch.is_grad_enabled()).colwise
-        if recipe is None or (not _has_tiles(recipe) and step.observer is not None):
+        if recipe is None or (not has_tiles(recipe) and step.observer is not None):
             return RowSpec(alignment=alignment)  # who observes wants to see the values
-        if _has_tiles(recipe):
+        if has_tiles(recipe):
             return RowSpec(recipe.quantizer("input"), colwise, alignment)
         step = first._step(step)
         each = want_of(recipe, "input", self._places, step, True, colwise, record=step.records)
@@ -209,7 +122,7 @@ class GroupedLinear:
     def each_grad_want(self, step: StepContext | None) -> Want | None:
         """The same, where all rows of a linear share a scale, but for where they lie; else None."""
         first = self.linears[0]
-        if first.recipe is None or _has_tiles(first.recipe):
+        if first.recipe is None or has_tiles(first.recipe):
             return None
         step, wanted = first._step(step), first.facts().grad_wanted[True, first.weight.requires_grad]
         record = step is not None and step.training  # a recomputed forward has the step's only backward
@@ -264,8 +177,8 @@ class GroupedLinear:
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """x: [R, K]; with a producer its input, and `rest` its tensors, then all weights, or with a sink for their gradients
-    the first. Returns [R, N]."""
+    """x: [R, K]; with a producer its input, and `rest` its tensors, then all weights, or with a sink for gradients the
+    first. Returns [R, N]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, args: GroupedArgs, count: int, *rest: Tensor) -> Tensor:

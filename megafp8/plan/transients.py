@@ -166,8 +166,8 @@ def _experts(plan: LayerPlan) -> int:
 
 
 def _decoded(plan: LayerPlan, recipe: Recipe | None, dy: int, x: int, weights: int) -> int:
-    """Of MXFP8 that is decoded before it is multiplied: dY and the weights for dgrad, or dY, the input, and the weights'
-    gradients for wgrad. dy, x, weights: their bytes in BF16."""
+    """Of MXFP8 that is decoded before it is multiplied: dY and the weights for dgrad, or dY, the input, and the
+    weights' gradients for wgrad. dy, x, weights: their bytes in BF16."""
     if recipe is None or recipe.quantizer("weight").spec.scale is not Scale.E8M0:
         return 0
     if gemm.capability(plan.device).native_mxfp8:

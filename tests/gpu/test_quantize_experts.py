@@ -27,8 +27,8 @@ def of_each(x: torch.Tensor, spec, room: list[int], **given: torch.Tensor):
         columns.append(col)
         start += count
     scales = torch.cat([scale for _, scale in rows])
-    bytes_of = [torch.cat([part.view(torch.uint8) for part, _ in parts], dim) for parts, dim in ((rows, 0), (columns, 1))]
-    return tuple((data.view(spec.format.dtype), scales) for data in bytes_of)
+    made = [torch.cat([part.view(torch.uint8) for part, _ in parts], dim) for parts, dim in ((rows, 0), (columns, 1))]
+    return tuple((data.view(spec.format.dtype), scales) for data in made)
 
 
 def used(stored, rows: int, dim: int):

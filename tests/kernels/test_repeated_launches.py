@@ -118,7 +118,9 @@ def experts_with_one_scale_each(x):
         quantize_experts.quantize_experts(x, WHOLE, TENSOR, True, True, amax=ones(3), index=index),
         quantize_experts.quantize_experts(x, WHOLE, TENSOR, True, False, scale=ones(3)),
         swiglu_quantize.swiglu_quantize(x, TENSOR, x_spec=BLOCKWISE, **options),
-        swiglu_quantize.swiglu_grad_quantize(dy, stored(x, BLOCKWISE), TENSOR, y_spec=TENSOR, y_amax=ones(3), **options),
+        swiglu_quantize.swiglu_grad_quantize(
+            dy, stored(x, BLOCKWISE), TENSOR, y_spec=TENSOR, y_amax=ones(3), **options
+        ),
     )
 
 

@@ -43,7 +43,7 @@ class Everywhere:
         self._moving = [axis.post_gather(part.contiguous()) for part in moving]
 
     def receive(self, first: int, count: int) -> tuple[Tensor | QuantizedTensor, Tensor, Tensor]:
-        """The rows of experts `first` to `first + count` as `spec` says, [R, hidden]; weights FP32 [R]; ends int32 [count].
+        """The rows of experts `first` to `first + count` as `spec` says, [R, hidden]; weights FP32 [R]; their ends.
 
         Waits for the number of rows, the only wait for the device.
         """
