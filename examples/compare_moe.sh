@@ -15,13 +15,8 @@
 #   STEP=data                      stops after the data
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/compare_moe}
-case $run in
--*)
-    echo "compare_moe: unknown flag $run; give a directory, or nothing: bash examples/compare_moe.sh [DIR] [SOURCES...]" >&2
-    exit 2
-    ;;
-esac
+. examples/lib/run_directory.sh
+run=$(run_directory "examples/compare_moe.sh [DIR] [SOURCES...]" runs/compare_moe "${1:-}")
 shift || true
 read -ra extra <<< "${EXTRA:-}"
 case ${FP8_SEEDS:-1} in

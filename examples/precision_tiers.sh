@@ -8,7 +8,8 @@
 # moves by a thousandth a step, which is what low precision finds hardest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/precision_tiers}
+. examples/lib/run_directory.sh
+run=$(run_directory "examples/precision_tiers.sh [DIR]" runs/precision_tiers "${1:-}")
 iterations=${ITERATIONS:-400}
 text=examples/data/tinyshakespeare.txt
 mkdir -p "$run"

@@ -7,14 +7,9 @@
 # Finished steps are not repeated, so an interrupted quickstart goes on where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/quickstart}
+. examples/lib/run_directory.sh
+run=$(run_directory "examples/quickstart.sh [DIR]" runs/quickstart "${1:-}")
 text=examples/data/tinyshakespeare.txt
-case $run in
-    -*)
-        echo "quickstart: unknown flag $run; give a directory, or nothing: bash examples/quickstart.sh [DIR]" >&2
-        exit 2
-        ;;
-esac
 if ! python -c 'import importlib.util as i, sys; sys.exit(not (i.find_spec("megafp8") and i.find_spec("torch")))'; then
     echo "quickstart: this Python has no megafp8 or no torch; make venv, then source .venv/bin/activate" >&2
     exit 2

@@ -8,7 +8,8 @@
 # process, so TOLERANCE must be larger, e.g. 1e-2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/smoke_16_ranks}
+. examples/lib/run_directory.sh
+run=$(run_directory "examples/smoke_16_ranks.sh [DIR]" runs/smoke_16_ranks "${1:-}")
 tolerance=${TOLERANCE:-1e-6}
 read -ra recipe <<< "${RECIPE:-}"
 text=examples/data/tinyshakespeare.txt

@@ -8,13 +8,8 @@
 # environment makes it a try-out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/moe}
-case $run in
--*)
-    echo "train_moe: unknown flag $run; give a directory, or nothing: bash examples/train_moe.sh [DIR]" >&2
-    exit 2
-    ;;
-esac
+. examples/lib/run_directory.sh
+run=$(run_directory "examples/train_moe.sh [DIR]" runs/moe "${1:-}")
 iterations=${ITERATIONS:-150}
 text=examples/data/tinyshakespeare.txt
 mkdir -p "$run"

@@ -55,3 +55,19 @@ def test_compare_moe(tmp_path, at_once):
     out = run("compare_moe.sh", str(tmp_path / "run"), str(tmp_path / "sources"), timeout=850, **environment)
     assert "FP8, seed 1: within 0.25%" in out
     assert "FP8, seed 2: within 0.25%" in out
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *("examples/quickstart.sh", "examples/precision_tiers.sh", "examples/smoke_16_ranks.sh"),
+        *("examples/train_moe.sh", "examples/compare_moe.sh", "tools/selftest_nccl.sh"),
+    ],
+)
+def test_a_flag_is_no_directory(script):
+    told = subprocess.run(["bash", ROOT / script, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    name = Path(script).stem
+    assert told.returncode == 2
+    assert told.stdout == ""
+    assert told.stderr.startswith(f"{name}: unknown flag --help; give a directory, or nothing: bash {script} [DIR]")
+    assert told.stderr.count("\n") == 1

@@ -237,13 +237,11 @@ def say(notes: list[str]) -> None:
 
 def check_directories(args: argparse.Namespace) -> None:
     """Raises ValueError for a directory of the other kind, before torch takes its seconds to load."""
-    if args.command == "to-hf":
+    if args.command in ("to-hf", "verify"):
         require_checkpoints(str(args.load))
-    elif args.command == "verify":
-        require_checkpoints(str(args.load))
-        if not (args.hf / "config.json").is_file():
-            raise ValueError(f"--hf {args.hf}: no Hugging Face model there; to-hf writes one")
-    elif args.command == "from-hf":
+    if args.command == "verify" and not (args.hf / "config.json").is_file():
+        raise ValueError(f"--hf {args.hf}: no Hugging Face model there; to-hf writes one")
+    if args.command == "from-hf":
         if not args.hf.is_dir():
             raise ValueError(f"--hf {args.hf}: no such directory; give one that a model was downloaded to")
         if any(args.hf.glob("iter_*")) and not (args.hf / "config.json").exists():

@@ -10,13 +10,8 @@
 # 0: all passed, 1: one did not. The user's own NCCL_* variables are kept.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-run=${1:-runs/selftest_nccl}
-case $run in
--*)
-    echo "selftest_nccl: unknown flag $run; give a directory, or nothing: bash tools/selftest_nccl.sh [DIR]" >&2
-    exit 2
-    ;;
-esac
+. examples/lib/run_directory.sh
+run=$(run_directory "tools/selftest_nccl.sh [DIR]" runs/selftest_nccl "${1:-}")
 device=${DEVICE:-cuda}
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
 flags=(--device "$device" --gpus "$gpus" --jobs "${JOBS:-3}")

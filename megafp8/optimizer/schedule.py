@@ -184,11 +184,7 @@ def resume_schedule(
         return loaded
     differing = [n for n in sorted(known - _without_effect(current, loaded)) if _differs(n, current, loaded)]
     if differing:
-        unit = {name: " samples" for name in FLAGS if name.endswith("_steps")}
-        values = "; ".join(
-            f"{FLAGS[n]}: {getattr(loaded, n)}{unit.get(n, '')} saved, {getattr(current, n)}{unit.get(n, '')} now"
-            for n in differing
-        )
+        values = "; ".join(f"{FLAGS[n]}: {_told(n, loaded)} saved, {_told(n, current)} now" for n in differing)
         raise ValueError(
             f"the schedule differs from the checkpoint's ({values}); give --override-opt_param-scheduler to follow "
             "the flags, or --use-checkpoint-opt_param-scheduler to follow the checkpoint"
@@ -198,6 +194,10 @@ def resume_schedule(
 
 def _differs(name: str, a: Schedule, b: Schedule) -> bool:
     return getattr(a, name) != getattr(b, name)
+
+
+def _told(name: str, schedule: Schedule) -> str:
+    return f"{getattr(schedule, name)}{' samples' if name.endswith('_steps') else ''}"
 
 
 def _without_effect(a: Schedule, b: Schedule) -> set[str]:
