@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .quantize_configs import multiprocessors
 
 _BLOCK = 4096
@@ -84,8 +85,12 @@ def loss_rows(logits: Tensor, columns: int, labels: Tensor | None = None) -> tup
         return top.fill_(float("-inf")), total.zero_(), picked if picked is None else picked.zero_()
     if rows:
         labels = None if labels is None else labels.contiguous()
-        loss_rows_kernel[(rows,)](logits, labels, top, total, picked, columns, logits.stride(0), BLOCK=_BLOCK,
-                                  num_warps=8)  # fmt: skip
+        facts = rows, columns, logits.stride(0)
+        launch(loss_rows_kernel, facts, (logits, labels, top, total, picked), lambda: (
+            (rows,),
+            (logits, labels, top, total, picked, columns, logits.stride(0)),
+            {"BLOCK": _BLOCK, "num_warps": 8},
+        ))  # fmt: skip
     return top, total, picked
 
 
@@ -110,10 +115,13 @@ def loss_grad(
     """
     rows, width = grad.shape
     if rows and width:
-        loss_grad_kernel[(rows * triton.cdiv(width, _BLOCK),)](
-            logits, grad, labels.contiguous(), top, log_sum, weight.contiguous(), first, columns, width,
-            logits.stride(0), grad.stride(0), smoothing, smoothing / vocab_size, z, BLOCK=_BLOCK,
-            num_warps=8)  # fmt: skip
+        tensors = logits, grad, labels.contiguous(), top, log_sum, weight.contiguous()
+        facts = rows, first, columns, width, logits.stride(0), grad.stride(0), smoothing, vocab_size, z
+        launch(loss_grad_kernel, facts, tensors, lambda: (
+            (rows * triton.cdiv(width, _BLOCK),),
+            (*tensors, first, columns, width, logits.stride(0), grad.stride(0), smoothing, smoothing / vocab_size, z),
+            {"BLOCK": _BLOCK, "num_warps": 8},
+        ))  # fmt: skip
 
 
 def scale(x: Tensor, factor: Tensor) -> None:
@@ -121,7 +129,9 @@ def scale(x: Tensor, factor: Tensor) -> None:
     rounds the factor to x's dtype first. Where it is 1, as the device finds out, x is left alone and unread."""
     if x.numel():
         programs = min(triton.cdiv(x.numel(), _BLOCK), 8 * multiprocessors(x.device))
-        loss_grad_scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=_BLOCK, num_warps=8)
+        launch(loss_grad_scale_kernel, (programs, x.numel()), (x, factor), lambda: (
+            (programs,), (x, factor, x.numel()), {"BLOCK": _BLOCK, "num_warps": 8}
+        ))  # fmt: skip
 
 
 def supports(logits: Tensor) -> bool:

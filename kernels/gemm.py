@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .gemm_hopper_problem import BLOCK_1D1D, BLOCK_1D2D, DENSE, TENSORWISE
-from .gemm_launch import BLOCK, FP8, Problem, launch
+from .gemm_launch import BLOCK, FP8, Problem, launch, repeated
 
 
 def gemm_tensorwise(
@@ -29,14 +29,16 @@ def gemm_tensorwise(
     fast_accum: bool = False, backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """One FP32 scale an operand (a one-element tensor each)."""
+    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
+    problem = Problem(DENSE, TENSORWISE, a, b, scale_inv_a, scale_inv_b, out, None, bias, accumulate, fast_accum)
+    if repeated(problem, backend):
+        return out
     check_operands(a, b)
     for name, scale in (("scale_inv_a", scale_inv_a), ("scale_inv_b", scale_inv_b)):
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"{name} must be one FP32 element, not {scale.dtype} {tuple(scale.shape)}")
-    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
-    scales = scale_inv_a.reshape(1), scale_inv_b.reshape(1)
-    launch(Problem(kind=DENSE, scaling=TENSORWISE, a=a, b=b, scale_a=scales[0], scale_b=scales[1], out=out,
-                   bias=check_bias(bias, b.shape[0]), accumulate=accumulate, fast=fast_accum), backend)  # fmt: skip
+    check_bias(bias, b.shape[0])
+    launch(problem._replace(scale_a=scale_inv_a.reshape(1), scale_b=scale_inv_b.reshape(1)), backend)
     return out
 
 
@@ -47,12 +49,15 @@ def gemm_1d2d(
 ) -> Tensor:  # fmt: skip
     """Blockwise fprop and dgrad: scale_inv_a `[M, ceil(K/128)]` (fastest M-major), scale_inv_b 128 x 128 blocks
     `[ceil(N/128), ceil(K/128)]` of any strides."""
+    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
+    problem = Problem(DENSE, BLOCK_1D2D, a, b, scale_inv_a, scale_inv_b, out, None, bias, accumulate)
+    if repeated(problem, backend):
+        return out
     check_operands(a, b)
     check_scales("scale_inv_a", scale_inv_a, (a.shape[0], blocks(a.shape[1])))
     check_scales("scale_inv_b", scale_inv_b, (blocks(b.shape[0]), blocks(a.shape[1])))
-    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
-    launch(Problem(kind=DENSE, scaling=BLOCK_1D2D, a=a, b=b, scale_a=scale_inv_a, scale_b=scale_inv_b, out=out,
-                   bias=check_bias(bias, b.shape[0]), accumulate=accumulate), backend)  # fmt: skip
+    check_bias(bias, b.shape[0])
+    launch(problem, backend)
     return out
 
 
@@ -63,12 +68,15 @@ def gemm_1d1d(
 ) -> Tensor:  # fmt: skip
     """Blockwise wgrad: scale_inv_a `[M, ceil(K/128)]`, scale_inv_b `[N, ceil(K/128)]`, both fastest when contiguous
     along M and N. FP32 unless out_dtype says otherwise."""
+    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
+    problem = Problem(DENSE, BLOCK_1D1D, a, b, scale_inv_a, scale_inv_b, out, None, bias, accumulate)
+    if repeated(problem, backend):
+        return out
     check_operands(a, b)
     check_scales("scale_inv_a", scale_inv_a, (a.shape[0], blocks(a.shape[1])))
     check_scales("scale_inv_b", scale_inv_b, (b.shape[0], blocks(a.shape[1])))
-    out = output(out, (a.shape[0], b.shape[0]), out_dtype, a, accumulate)
-    launch(Problem(kind=DENSE, scaling=BLOCK_1D1D, a=a, b=b, scale_a=scale_inv_a, scale_b=scale_inv_b, out=out,
-                   bias=check_bias(bias, b.shape[0]), accumulate=accumulate), backend)  # fmt: skip
+    check_bias(bias, b.shape[0])
+    launch(problem, backend)
     return out
 
 

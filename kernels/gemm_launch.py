@@ -5,9 +5,9 @@ Everything here is host code over plain tensors and returns without waiting for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from .gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
+from .launch import MOST, launch_first, start
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
@@ -36,8 +37,7 @@ _SCALES = gl.NVMMASharedLayout(0, 32, 1)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(NamedTuple):
     """One (grouped) GEMM, C = A @ B^T with scales. See `gemm_hopper.py` for the kinds.
 
     a, b: FP8, `[rows, K]`, b grouped over M `[groups, rows, K]`; scale_a, scale_b: FP32, 1D scales `[rows, blocks]`, 2D
@@ -133,15 +133,76 @@ def _is_hopper(index: int | None) -> bool:
     return index is None or torch.cuda.get_device_capability(index) == (9, 0)
 
 
+A, B, SCALE_A, SCALE_B, OUT, ENDS, BIAS = (
+    Problem._fields.index(name) for name in ("a", "b", "scale_a", "scale_b", "out", "ends", "bias")
+)
+
+
+class Described(NamedTuple):
+    """What a launch reads of a tensor descriptor: one that Triton has checked before, of another tensor.
+
+    round_f32_to_tf32: what Triton 3.7 reads besides.
+    """
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
+class Repeat(NamedTuple):
+    """The launch of a problem, for problems that differ in addresses only.
+
+    described: (tensor's place in `Problem`, shape, strides) of each descriptor. pointers: places of the pointers. rest:
+    sizes and constants.
+    """
+
+    compiled: CompiledKernel
+    grid: tuple[int, int, int]
+    described: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
+    pointers: tuple[int, ...]
+    rest: tuple
+
+    def __call__(self, problem: Problem, device: int) -> None:
+        arguments = [Described(problem[place], shape, strides) for place, shape, strides in self.described]
+        arguments += [problem[place].data_ptr() for place in self.pointers]
+        start(self.compiled, self.grid, device, [*arguments, *self.rest])
+
+
+repeats: dict[tuple, Repeat] = {}
+
+
+def repeated(problem: Problem, backend: str | None = None) -> bool:
+    """Runs a problem if one of its kind has been run, and so checked, before; False: it has not."""
+    key = _facts(problem, backend)
+    repeat = repeats.get(key)
+    if repeat is not None:
+        repeat(problem, key[0])
+    return repeat is not None
+
+
 def launch(problem: Problem, backend: str | None = None) -> None:
     """Runs a problem. backend: "gluon", "tl", or None for the one that suits the device."""
+    key = _facts(problem, backend)
     if is_empty(problem):
         return
-    problem = regrouped(problem)
+    whole = regrouped(problem)
     index = problem.a.get_device() if problem.a.is_cuda else None
     if backend is None:
         backend = "gluon" if _is_hopper(index) else "tl"
-    {"gluon": _launch_gluon, "tl": _launch_tl}[backend](problem, index)
+    repeat = {"gluon": _launch_gluon, "tl": _launch_tl}[backend](whole, index)
+    if repeat is not None and whole is problem:
+        if len(repeats) >= MOST:  # sizes that never repeat, such as experts' rows
+            repeats.clear()
+        repeats[key] = repeat
+
+
+def _facts(p: Problem, backend: str | None) -> tuple:
+    """All that a problem's launch follows from besides addresses; the device first."""
+    tensors = p[A : BIAS + 1]
+    alike = [None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15) for x in tensors]
+    return p.a.get_device(), backend, hopper_config, p.kind, p.scaling, p.accumulate, p.fast, p.padding, *alike
 
 
 def is_empty(p: Problem) -> bool:
@@ -161,10 +222,10 @@ def regrouped(p: Problem) -> Problem:
     if p.kind != GROUPED_K or p.padding % 16 == 0:
         return p
     a, b = (gemm_regroup.regroup(aligned(x), p.ends, p.padding, 16) for x in (p.a, p.b))
-    return replace(p, a=a, b=b, padding=16)
+    return p._replace(a=a, b=b, padding=16)
 
 
-def _launch_gluon(p: Problem, index: int | None) -> None:
+def _launch_gluon(p: Problem, index: int | None) -> Repeat | None:
     config = hopper_config(p, multiprocessors(index))
     BM = 2 * config.rows
     scale_a, scale_a_ld, *_ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
@@ -192,12 +253,13 @@ def _launch_gluon(p: Problem, index: int | None) -> None:
         "ACCUMULATE": p.accumulate, "STORE": mode,
         "BUFFERS": config.buffers if mode == BY_TMA else 1,
     }  # fmt: skip
-    run(gemm_hopper.gemm_kernel, index, grid(p, BM, multiprocessors(index)),
-         (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), _pointers(p, scale_a, scale_b), sizes, constants,
-         {"num_warps": 4, "maxnreg": 168})  # fmt: skip
+    scales = (A, A) if p.scaling == TENSORWISE else (SCALE_A, SCALE_B)
+    return _run(p, gemm_hopper.gemm_kernel, index, grid(p, BM, multiprocessors(index)),
+                (a_desc, b_desc, scale_a_desc, scale_b_desc, c_desc), (A, B, *scales, A if mode == DIRECT else OUT),
+                _pointers(p, scale_a, scale_b), sizes, constants, {"num_warps": 4, "maxnreg": 168})  # fmt: skip
 
 
-def _launch_tl(p: Problem, index: int | None) -> None:
+def _launch_tl(p: Problem, index: int | None) -> Repeat | None:
     BM, BN = 128, 64 if p.kind == GROUPED_K else 128  # the masked last block of a group spills at 128
     scale_a, scale_a_ld, *_ = flat_scales(p.scale_a, p.scaling != TENSORWISE)
     scale_b, scale_b_ld, scale_b_k, scale_b_group = flat_scales(p.scale_b, p.scaling == BLOCK_1D1D)
@@ -209,15 +271,31 @@ def _launch_tl(p: Problem, index: int | None) -> None:
         "BM": BM, "BN": BN, "BAND": 8, "KIND": p.kind, "SCALING": p.scaling, "FAST": p.fast,
         "HAS_BIAS": p.bias is not None, "ACCUMULATE": p.accumulate,
     }  # fmt: skip
-    run(gemm_tl.gemm_kernel, index, grid(p, BM, multiprocessors(index)), (a_desc, b_desc),
-         _pointers(p, scale_a, scale_b), sizes, constants, {"num_warps": 8, "num_stages": 4})  # fmt: skip
+    return _run(p, gemm_tl.gemm_kernel, index, grid(p, BM, multiprocessors(index)), (a_desc, b_desc), (A, B),
+                _pointers(p, scale_a, scale_b), sizes, constants, {"num_warps": 8, "num_stages": 4})  # fmt: skip
+
+
+def _run(
+    p: Problem, kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, places: tuple[int, ...],
+    pointers: tuple[Tensor, ...], sizes: tuple[int, ...], constants: dict[str, Any], options: dict[str, int],
+) -> Repeat | None:  # fmt: skip
+    """`run`, and how to do it again; None where operands were copied. places: of the descriptors' tensors in `p`."""
+    compiled = run(kernel, index, grid, descriptors, pointers, sizes, constants, options)
+    of_pointers = OUT, OUT if p.bias is None else BIAS, SCALE_A, SCALE_B, SCALE_A if p.ends is None else ENDS
+    used = (*(d.base for d in descriptors), *pointers)
+    as_given = all(p[i].data_ptr() == x.data_ptr() for i, x in zip((*places, *of_pointers), used, strict=True))
+    if compiled is None or not as_given:
+        return None
+    described = tuple((place, d.shape, d.strides) for place, d in zip(places, descriptors, strict=True))
+    return Repeat(compiled, (*grid, 1, 1), described, of_pointers, (*sizes, *constants.values()))
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
 
 
 def run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, pointers: tuple[Tensor, ...],
-         sizes: tuple[int, ...], constants: dict[str, Any], options: dict[str, int]) -> None:  # fmt: skip
+         sizes: tuple[int, ...], constants: dict[str, Any],
+         options: dict[str, int]) -> CompiledKernel | None:  # fmt: skip
     """Launches; from the second time on without Triton's own argument inspection, which costs the host about 0.1 ms.
 
     The key holds all that Triton specializes these kernels on: pointers by alignment, the sizes N and C's row stride
@@ -231,11 +309,12 @@ def run(kernel: Any, index: int | None, grid: tuple[int], descriptors: tuple, po
     compiled = _compiled.get(key)
     arguments = (*descriptors, *pointers, *sizes)
     if compiled is not None:
-        compiled[(*grid, 1, 1)](*arguments, *constants.values())
-        return
-    compiled = kernel[grid](*arguments, **constants, **options)
+        start(compiled, (*grid, 1, 1), -1 if index is None else index, [*arguments, *constants.values()])
+        return compiled
+    compiled = launch_first(kernel, grid, arguments, {**constants, **options})
     if compiled is not None:
         _compiled[key] = compiled
+    return compiled
 
 
 def _pointers(p: Problem, scale_a: Tensor, scale_b: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _ROWS, _WORDS = 8, 256
 
 
@@ -25,9 +27,13 @@ def regroup(x: Tensor, ends: Tensor, padding: int, new_padding: int) -> Tensor:
     rows, tokens = x.shape
     width = -(-(tokens + ends.numel() * new_padding) // 16) * 16
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(width // 4, _WORDS), triton.cdiv(rows, _ROWS))
-    regroup_kernel[grid](x.view(torch.uint8), out.view(torch.uint8), ends, ends.numel(), rows, x.stride(0) // 4,
-                         width // 4, padding, new_padding, ROWS=_ROWS, WORDS=_WORDS)  # fmt: skip
+    facts = rows, x.stride(0), ends.numel(), width, padding, new_padding
+    launch(regroup_kernel, facts, (x, out, ends), lambda: (
+        (triton.cdiv(width // 4, _WORDS), triton.cdiv(rows, _ROWS)),
+        (x.view(torch.uint8), out.view(torch.uint8), ends, ends.numel(), rows, x.stride(0) // 4, width // 4, padding,
+         new_padding),
+        {"ROWS": _ROWS, "WORDS": _WORDS},
+    ))  # fmt: skip
     return out
 
 

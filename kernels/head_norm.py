@@ -4,7 +4,7 @@
 
 qkv lies as in `rope`. FP32 inside; y is rounded in between, so that it makes no difference whether the two happen in
 one kernel or in two. Backward reads qkv again and keeps nothing but it: rstd costs a sum over values that are there
-anyway. Each program sums the gradients of the two weights over its tokens; `norm_grad.sum_rows_kernel` adds these sums
+anyway. Each program sums the gradients of the two weights over its tokens; `norm_grad.sum_parts` adds these sums
 in one order.
 """
 
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .norm_grad import sum_rows_kernel
+from .launch import launch
+from .norm_grad import sum_parts
 from .quantize_configs import multiprocessors
 
 _HEADS = 16
@@ -148,10 +149,14 @@ def norm_heads(
     tokens, groups = qkv.shape[0], qkv.shape[1] // ((n + 2) * 2 * half)
     q, k, v = (torch.empty(tokens, heads, 2 * half, dtype=qkv.dtype, device=qkv.device)
                for heads in (groups * n, groups, groups))  # fmt: skip
-    blocks = triton.cdiv(groups * n, _HEADS) + 2 * triton.cdiv(groups, _HEADS)
     if tokens:
-        norm_heads_kernel[(tokens * blocks,)](qkv, q, k, v, *weights, cos, sin, groups, qkv.stride(0), eps, N=n,
-                                            HALF=half, HEADS=_HEADS, OFFSET=offset, num_warps=4)  # fmt: skip
+        blocks = triton.cdiv(groups * n, _HEADS) + 2 * triton.cdiv(groups, _HEADS)
+        facts, tensors = (tokens, groups, n, half, qkv.stride(0), eps, offset), (qkv, q, k, v, *weights, cos, sin)
+        launch(norm_heads_kernel, facts, tensors, lambda: (
+            (tokens * blocks,),
+            (*tensors, groups, qkv.stride(0), eps),
+            {"N": n, "HALF": half, "HEADS": _HEADS, "OFFSET": offset, "num_warps": 4},
+        ))  # fmt: skip
     return q, k, v
 
 
@@ -167,11 +172,13 @@ def norm_heads_grad(
         return out, *(torch.zeros_like(weight) for weight in weights)
     programs = min(tokens, _PROGRAMS * multiprocessors(qkv.device))
     partial = torch.empty(programs, 2 * channels, dtype=torch.float32, device=qkv.device)
-    strides = [x.stride(dim) for dim in (0, 1) for x in (dq, dk, dv)]
-    norm_heads_grad_kernel[(programs,)](
-        qkv, dq, dk, dv, *weights, cos, sin, out, partial, tokens, groups, qkv.stride(0), *strides, eps,
-        N=heads // groups, HALF=channels // 2, HEADS=_HEADS, OFFSET=offset, num_warps=4)  # fmt: skip
-    dw = torch.empty(2 * channels, dtype=weights[0].dtype, device=qkv.device)
-    sum_rows_kernel[(triton.cdiv(2 * channels, 32),)](partial, dw, programs, 2 * channels, BLOCK_R=64, BLOCK=32,
-                                                    num_warps=4)  # fmt: skip
+    strides = dq.stride(0), dk.stride(0), dv.stride(0), dq.stride(1), dk.stride(1), dv.stride(1)
+    facts = programs, tokens, heads, groups, channels, qkv.stride(0), strides, eps, offset
+    tensors = qkv, dq, dk, dv, *weights, cos, sin, out, partial
+    launch(norm_heads_grad_kernel, facts, tensors, lambda: (
+        (programs,),
+        (*tensors, tokens, groups, qkv.stride(0), *strides, eps),
+        {"N": heads // groups, "HALF": channels // 2, "HEADS": _HEADS, "OFFSET": offset, "num_warps": 4},
+    ))  # fmt: skip
+    dw = sum_parts(partial, weights[0].dtype)
     return out, dw[:channels], dw[channels:]

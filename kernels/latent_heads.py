@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _HEADS = 16
 """Heads a program moves at a time."""
 
@@ -96,8 +98,12 @@ def turn_tails(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Te
     rotated = 2 * cos.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
-        turn_tails_kernel[(tokens,)](x, out, cos, sin, heads, x.stride(0), x.stride(1), -1.0 if back else 1.0,
-                                   P=channels - rotated, R=rotated, HEADS=_HEADS, num_warps=4)  # fmt: skip
+        facts = tokens, heads, channels, rotated, x.stride(0), x.stride(1), back
+        launch(turn_tails_kernel, facts, (x, out, cos, sin), lambda: (
+            (tokens,),
+            (x, out, cos, sin, heads, x.stride(0), x.stride(1), -1.0 if back else 1.0),
+            {"P": channels - rotated, "R": rotated, "HEADS": _HEADS, "num_warps": 4},
+        ))  # fmt: skip
     return out
 
 
@@ -110,9 +116,14 @@ def keys_and_values(
     values = up.shape[1] // heads - plain
     k = torch.empty(tokens, heads, plain + rotated, dtype=up.dtype, device=up.device)
     v = torch.empty(tokens, heads, values, dtype=up.dtype, device=up.device)
-    if tokens:  # left to itself, ptxas takes 32 registers and spills two
-        keys_and_values_kernel[(tokens,)](up, shared, k, v, cos, sin, heads, up.stride(0), shared.stride(0), P=plain,
-                                        R=rotated, V=values, HEADS=_HEADS, num_warps=4, maxnreg=40)  # fmt: skip
+    if tokens:
+        facts = tokens, heads, plain, rotated, values, up.stride(0), shared.stride(0)
+        launch(keys_and_values_kernel, facts, (up, shared, k, v, cos, sin), lambda: (
+            (tokens,),
+            (up, shared, k, v, cos, sin, heads, up.stride(0), shared.stride(0)),
+            {"P": plain, "R": rotated, "V": values, "HEADS": _HEADS, "num_warps": 4,
+             "maxnreg": 40},  # left to itself, ptxas takes 32 registers and spills two
+        ))  # fmt: skip
     return k, v
 
 
@@ -124,7 +135,11 @@ def keys_and_values_grad(dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tu
     dup = torch.empty(tokens, heads * (plain + values), dtype=dk.dtype, device=dk.device)
     dshared = torch.empty(tokens, rotated, dtype=dk.dtype, device=dk.device)
     if tokens:
-        keys_and_values_grad_kernel[(tokens,)](
-            dk, dv, dup, dshared, cos, sin, heads, dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), P=plain,
-            R=rotated, V=values, HEADS=_HEADS, num_warps=4)  # fmt: skip
+        strides = dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)
+        facts = tokens, heads, plain, rotated, values, strides
+        launch(keys_and_values_grad_kernel, facts, (dk, dv, dup, dshared, cos, sin), lambda: (
+            (tokens,),
+            (dk, dv, dup, dshared, cos, sin, heads, *strides),
+            {"P": plain, "R": rotated, "V": values, "HEADS": _HEADS, "num_warps": 4},
+        ))  # fmt: skip
     return dup, dshared

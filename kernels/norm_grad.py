@@ -5,7 +5,7 @@
 
 FP32 inside. dx is rounded before `beside` is added, so that it makes no difference whether that happens here or later.
 Each program sums dw over its rows; a second kernel adds these sums in one order, so that the result does not depend on
-timing.
+timing. It rounds them to the weight's dtype, and may add that to a gradient in FP32: as if autograd had handed it over.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
 from .quantize_configs import multiprocessors
 
 _PROGRAMS = 4
 """Programs a multiprocessor."""
 WIDEST = 16384
 """Widest row that fits into a program's registers."""
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -47,21 +49,25 @@ def norm_grad_kernel(dy, x, weight, rstd, beside, dx, dw, T, stride_dy, stride_x
 
 
 @triton.jit
-def sum_rows_kernel(partial, out, ROWS, H, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """out[h] = sum over rows of partial [ROWS, H], rounded to out's dtype."""
+def sum_rows_kernel(partial, out, ROWS, H, DTYPE: tl.constexpr, ADDS: tl.constexpr, BLOCK_R: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """out[h] (+)= sum over rows of partial [ROWS, H], rounded to DTYPE."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK_R, BLOCK], tl.float32)
     for first in range(0, ROWS, BLOCK_R):
         rows = first + tl.arange(0, BLOCK_R)
         mask = (rows < ROWS)[:, None] & (cols < H)[None, :]
         total += tl.load(partial + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
-    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=cols < H)
+    value = tl.sum(total, 0).to(DTYPE).to(out.dtype.element_ty)
+    if ADDS:
+        value += tl.load(out + cols, mask=cols < H, other=0.0)
+    tl.store(out + cols, value, mask=cols < H)
 
 
 def rms_norm_grad(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, weight_offset: float = 0.0, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dx [T, h] in x's dtype, dw [h] in the weight's) of RMSNorm.
+    """(dx [T, h] in x's dtype, parts of dw: FP32 [programs, h], see `sum_parts`) of RMSNorm.
 
     dy, x, beside: [T, h], contiguous rows. rstd: FP32 [T], from forward. beside: added to the rounded dx, and rounded
     again. Raises ValueError for rows wider than 16384.
@@ -70,15 +76,36 @@ def rms_norm_grad(
     if H > WIDEST:
         raise ValueError(f"rms_norm_grad: rows of {H} elements; at most {WIDEST}")
     dx = torch.empty(T, H, dtype=x.dtype, device=x.device)
-    if not T:
-        return dx, torch.zeros_like(weight)
-    programs = min(T, _PROGRAMS * multiprocessors(x.device))
-    partial = torch.empty(programs, H, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(H)
-    norm_grad_kernel[(programs,)](
-        dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0),
-        beside.stride(0) if beside is not None else 0, H=H, WEIGHT_OFFSET=weight_offset, BLOCK=block,
-        num_warps=max(1, min(16, block // 512)))  # fmt: skip
-    dw = torch.empty_like(weight)
-    sum_rows_kernel[(triton.cdiv(H, 32),)](partial, dw, programs, H, BLOCK_R=64, BLOCK=32, num_warps=4)
-    return dx, dw
+    programs = max(1, min(T, _PROGRAMS * multiprocessors(x.device)))
+    parts = torch.empty(programs, H, dtype=torch.float32, device=x.device)
+    facts = programs, T, H, dy.stride(0), x.stride(0), beside.stride(0) if beside is not None else 0, weight_offset
+    launch(norm_grad_kernel, facts, (dy, x, weight, rstd, beside, dx, parts), lambda: _grad_arguments(
+        dy, x, weight, rstd, beside, dx, parts, weight_offset
+    ))  # fmt: skip
+    return dx, parts
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None, adds: bool = False) -> Tensor:
+    """The sum of FP32 parts [programs, h], rounded to `dtype`: by itself, or in `out` (FP32 [h]), added to what is
+    there or written over it."""
+    programs, H = parts.shape
+    out = torch.empty(H, dtype=dtype, device=parts.device) if out is None else out
+    launch(sum_rows_kernel, (programs, H, dtype, adds), (parts, out), lambda: (
+        (triton.cdiv(H, 32),),
+        (parts, out, programs, H),
+        {"DTYPE": _TYPES[dtype], "ADDS": adds, "BLOCK_R": 64, "BLOCK": 32, "num_warps": 4},
+    ))  # fmt: skip
+    return out
+
+
+def _grad_arguments(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, beside: Tensor | None, dx: Tensor, partial: Tensor,
+    weight_offset: float,
+) -> tuple:  # fmt: skip
+    (T, H), block = x.shape, triton.next_power_of_2(x.shape[1])
+    beside_stride = beside.stride(0) if beside is not None else 0
+    return (
+        (partial.shape[0],),
+        (dy, x, weight, rstd, beside, dx, partial, T, dy.stride(0), x.stride(0), beside_stride),
+        {"H": H, "WEIGHT_OFFSET": weight_offset, "BLOCK": block, "num_warps": max(1, min(16, block // 512))},
+    )

@@ -15,10 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
+from .launch import launch
 from .quantize import Stored, pointers, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen, norm_rows_config
 from .quantize_device import (
@@ -38,6 +40,7 @@ from .quantize_device import (
 )
 from .quantize_emit import emit, emit_part, emit_rest, record_amax, tensor_scale
 from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -271,7 +274,7 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
 def rms_norm_amax(x: Tensor, weight: Tensor, *, eps: float = 1e-5, weight_offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """(rstd FP32 [T], amax FP32 [1] of RMSNorm's output): what `rms_norm_quantize` takes once ranks have shared it."""
     _check(x, weight)
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    amax = zeros(1, torch.float32, x.device)
     rstd = _norm_rows(x, weight, None, None, None, TensorScaling(record=amax), eps=eps, weight_offset=weight_offset)
     return rstd, amax
 
@@ -298,12 +301,15 @@ def _norm_rows(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
     T, H = x.shape
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     config = norm_rows_config(H)
-    options = spec_arguments(spec) if spec is not None else {"SPEC": (448.0, 0, 0)}
     if T:
-        norm_rows_kernel[(-(-T // config.block_m),)](
-            x, weight, rstd, y, *pointers(row), *scaling, T, x.stride(0), scale_ld(row), eps,
-            tile_epsilon(spec) if spec is not None else 0.0, H=H, WEIGHT_OFFSET=weight_offset, HELD=config.held,
-            EVEN=T % config.block_m == 0, **options, **config.options())
+        facts = spec, config, T, H, x.stride(0), scale_ld(row), eps, weight_offset
+        launch(norm_rows_kernel, facts, (x, weight, rstd, y, *(row or (None, None)), *scaling), lambda: (
+            (-(-T // config.block_m),),
+            (x, weight, rstd, y, *pointers(row), *scaling, T, x.stride(0), scale_ld(row), eps,
+             tile_epsilon(spec) if spec is not None else 0.0),
+            {"H": H, "WEIGHT_OFFSET": weight_offset, "HELD": config.held, "EVEN": T % config.block_m == 0,
+             **(spec_arguments(spec) if spec is not None else {"SPEC": (448.0, 0, 0)}), **config.options()},
+        ))  # fmt: skip
     return rstd
 
 
@@ -319,16 +325,26 @@ def _norm_both(x: Tensor, weight: Tensor, y: Tensor | None, row: Stored | None, 
     T, H = x.shape
     rstd = torch.empty(T, dtype=torch.float32, device=x.device)
     config, rows = chosen("norm both"), norm_rows_config(H)
-    if T:
+    if not T:
+        return rstd
+    counters = triton.next_power_of_2(-(-T // config.block_m))  # one kind for many sizes
+    done = zeros(counters, torch.int32, x.device)
+    facts = spec, config, rows, T, H, x.stride(0), scale_ld(row), scale_ld(col), eps, weight_offset
+    tensors = x, weight, rstd, done, y, *(row or (None, None)), *col, scaling.scale, scaling.record
+
+    def work_out() -> tuple:
         each = max(1, config.num_warps // rows.num_warps)  # rows a program; as many warps a row as norm_rows_kernel has
-        done = torch.zeros(-(-T // config.block_m), dtype=torch.int32, device=x.device)
         slab = config.slab
         programs = slab // each + slab // config.block_m * -(-H // config.block_k)
-        norm_both_kernel[((-(-T // slab) + 1) * programs,)](
-            x, weight, rstd, done, y, *pointers(row), *pointers(col), scaling.scale, scaling.record, T, x.stride(0),
-            scale_ld(row), scale_ld(col), eps, tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset,
-            EVEN=config.even(T, H), ROWS=each, ROWS_K=rows.block_k, ROWS_C=rows.c, SLAB=slab, PART=config.rows,
-            **spec_arguments(spec), **config.options())
+        return (
+            ((-(-T // slab) + 1) * programs,),
+            (x, weight, rstd, done, y, *pointers(row), *pointers(col), scaling.scale, scaling.record, T, x.stride(0),
+             scale_ld(row), scale_ld(col), eps, tile_epsilon(spec)),
+            {"H": H, "WEIGHT_OFFSET": weight_offset, "EVEN": config.even(T, H), "ROWS": each, "ROWS_K": rows.block_k,
+             "ROWS_C": rows.c, "SLAB": slab, "PART": config.rows, **spec_arguments(spec), **config.options()},
+        )  # fmt: skip
+
+    launch(norm_both_kernel, facts, tensors, work_out)
     return rstd
 
 
@@ -337,10 +353,14 @@ def _norm_tiles(x: Tensor, weight: Tensor, rstd: Tensor, y: Tensor | None, row: 
     T, H = x.shape
     config = chosen("norm both" if row else "norm columns")
     if T:
-        norm_tiles_kernel[config.grid(T, H, x.device)](
-            x, weight, rstd, y, *pointers(row), *pointers(col), *scaling, T, x.stride(0), scale_ld(row),
-            scale_ld(col), tile_epsilon(spec), H=H, WEIGHT_OFFSET=weight_offset, EVEN=config.even(T, H),
-            PART=config.rows, **spec_arguments(spec), **config.options())
+        facts = spec, config, T, H, x.stride(0), scale_ld(row), scale_ld(col), weight_offset
+        launch(norm_tiles_kernel, facts, (x, weight, rstd, y, *(row or (None, None)), *col, *scaling), lambda: (
+            config.grid(T, H, x.device),
+            (x, weight, rstd, y, *pointers(row), *pointers(col), *scaling, T, x.stride(0), scale_ld(row),
+             scale_ld(col), tile_epsilon(spec)),
+            {"H": H, "WEIGHT_OFFSET": weight_offset, "EVEN": config.even(T, H), "PART": config.rows,
+             **spec_arguments(spec), **config.options()},
+        ))  # fmt: skip
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

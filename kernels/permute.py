@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _COLUMNS = 2048
 
 
@@ -50,9 +52,12 @@ def spread(x: Tensor, index: Tensor) -> Tensor:
         source, target = _as_words(x), _as_words(out)
         if source is None or target is None:
             source, target = x, out
-        width = source.shape[1]
-        grid = (len(index) * triton.cdiv(width, _COLUMNS),)
-        spread_kernel[grid](source, index, target, width, source.stride(0), COLUMNS=_COLUMNS, num_warps=4)
+        rows, width, stride = len(index), source.shape[1], source.stride(0)
+        launch(spread_kernel, (rows, width, stride), (source, index, target), lambda: (
+            (rows * triton.cdiv(width, _COLUMNS),),
+            (source, index, target, width, stride),
+            {"COLUMNS": _COLUMNS, "num_warps": 4},
+        ))  # fmt: skip
     return out
 
 
@@ -67,8 +72,11 @@ def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
     """Sums of rows of `y` [R, K]: `rows` int64 [T, k], contiguous; kept: bool [T, k], None for all. Rounded once."""
     out = torch.empty(len(rows), y.shape[1], dtype=y.dtype, device=y.device)
     if out.numel():
-        grid = (len(rows) * triton.cdiv(y.shape[1], _COLUMNS),)
         flags = None if kept is None else kept.contiguous().view(torch.uint8)
-        sums_kernel[grid](y, rows, flags, out, y.shape[1], y.stride(0), COUNT=rows.shape[1], COLUMNS=_COLUMNS,
-                          num_warps=4)  # fmt: skip
+        (tokens, count), width, stride = rows.shape, y.shape[1], y.stride(0)
+        launch(sums_kernel, (tokens, count, width, stride), (y, rows, flags, out), lambda: (
+            (tokens * triton.cdiv(width, _COLUMNS),),
+            (y, rows, flags, out, width, stride),
+            {"COUNT": count, "COLUMNS": _COLUMNS, "num_warps": 4},
+        ))  # fmt: skip
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .launch import launch
 from .quantize_configs import chosen
 from .quantize_tensorwise import amax_kernel, cast_kernel, finish_amax_kernel
 from .quantize_tiles import quantize_1d_kernel, quantize_2d_kernel, tile_amax_kernel
@@ -42,11 +43,11 @@ def spec_arguments(spec: Spec) -> dict:
     return {"SPEC": (spec.format.fmax, spec.tile.block or 0, _SCALE_KINDS[spec.scale.value])}
 
 
-def allocate(rows: int, columns: int, spec: Spec, device: torch.device) -> Stored:
-    """Uninitialized (data, scale_inv) of a stored `[rows, columns]` operand."""
+def allocate(rows: int, columns: int, spec: Spec, device: torch.device, groups: int = 1) -> Stored:
+    """Uninitialized (data, scale_inv) of a stored `[rows, columns]` operand; of a tensor tile [groups] scales."""
     data = torch.empty(rows, columns, dtype=spec.format.dtype, device=device)
     if spec.tile.kind == "tensor":
-        return data, torch.empty(1, dtype=torch.float32, device=device)
+        return data, torch.empty(groups, dtype=torch.float32, device=device)
     block, kind = spec.tile.block, spec.tile.kind
     dtype = torch.float8_e8m0fnu if spec.scale.value == "e8m0" else torch.float32
     return data, allocate_scales(rows if kind == "1d" else -(-rows // block), -(-columns // block), kind, dtype, device)
@@ -56,8 +57,12 @@ def allocate_scales(rows: int, columns: int, kind: str, dtype: torch.dtype, devi
     """Uninitialized scales `[rows, columns]`: 1D contiguous along rows, 2D along columns, padded to 16 bytes."""
     step = 16 // dtype.itemsize
     if kind == "1d":
+        if rows % step == 0:
+            return torch.empty_strided((rows, columns), (1, rows), dtype=dtype, device=device)
         return torch.empty(columns, -(-rows // step) * step, dtype=dtype, device=device)[:, :rows].t()
-    return torch.empty(rows, -(-columns // step) * step, dtype=dtype, device=device)[:, :columns]
+    padded = -(-columns // step) * step
+    scales = torch.empty(rows, padded, dtype=dtype, device=device)
+    return scales if padded == columns else scales[:, :columns]
 
 
 def scale_ld(stored: Stored | None) -> int:
@@ -103,8 +108,8 @@ def quantize(
             col = (col[0], row[1])  # one scale for both
         _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop)
     elif M and K:
-        launch = _quantize_1d if spec.tile.kind == "1d" else _quantize_2d
-        launch(x, spec, row, col, amax, amax_colwise, noop)
+        run = _quantize_1d if spec.tile.kind == "1d" else _quantize_2d
+        run(x, spec, row, col, amax, amax_colwise, noop)
     return row, col
 
 
@@ -114,9 +119,10 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
     if tile.kind == "tensor":
         out = torch.empty(1, dtype=torch.float32, device=x.device)
         partials = _partial_amaxes(x)
-        finish_amax_kernel[(1,)](
-            partials, out, partials.numel(), PARTIALS=triton.next_power_of_2(partials.numel()), W=4, num_warps=4
-        )
+        count = partials.numel()
+        launch(finish_amax_kernel, count, (partials, out), lambda: (
+            (1,), (partials, out, count), {"PARTIALS": triton.next_power_of_2(count), "W": 4, "num_warps": 4}
+        ))  # fmt: skip
         return out
     block = tile.block
     rows, columns = -(-M // block), -(-K // block)
@@ -135,22 +141,30 @@ def _quantize_1d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax, amax_colwise = x.t(), col, row, amax_colwise, amax
     config = chosen("rows" if not col else "columns" if not row else "both" if spec.tile.block > 32 else "both of 32")
-    quantize_1d_kernel[config.grid(*x.shape, x.device)](
-        x, *pointers(row), _blocks_first(amax), *pointers(col), _blocks_first(amax_colwise), noop, *x.shape,
-        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape), ROWS=config.rows,
-        **spec_arguments(spec), **config.options(),
-    )
+    amax, amax_colwise = _blocks_first(amax), _blocks_first(amax_colwise)
+    facts = spec, config, x.shape, x.stride(), scale_ld(row), scale_ld(col)
+    tensors = x, *(row or (None, None)), amax, *(col or (None, None)), amax_colwise, noop
+    launch(quantize_1d_kernel, facts, tensors, lambda: (
+        config.grid(*x.shape, x.device),
+        (x, *pointers(row), amax, *pointers(col), amax_colwise, noop, *x.shape, *x.stride(), scale_ld(row),
+         scale_ld(col), tile_epsilon(spec)),
+        {"EVEN": config.even(*x.shape), "ROWS": config.rows, **spec_arguments(spec), **config.options()},
+    ))  # fmt: skip
 
 
 def _quantize_2d(x, spec, row, col, amax, amax_colwise, noop) -> None:
     if _is_transposed(x):
         x, row, col, amax = x.t(), col, row, amax.t() if amax is not None else None
     config = chosen("squares" if spec.tile.block > 32 else "squares of 32")
-    quantize_2d_kernel[config.grid(*x.shape, x.device)](
-        x, *pointers(row), *pointers(col), amax.contiguous() if amax is not None else None, noop, *x.shape,
-        *x.stride(), scale_ld(row), scale_ld(col), tile_epsilon(spec), EVEN=config.even(*x.shape),
-        **spec_arguments(spec), **config.options(),
-    )
+    amax = amax.contiguous() if amax is not None else None
+    facts = spec, config, x.shape, x.stride(), scale_ld(row), scale_ld(col)
+    tensors = x, *(row or (None, None)), *(col or (None, None)), amax, noop
+    launch(quantize_2d_kernel, facts, tensors, lambda: (
+        config.grid(*x.shape, x.device),
+        (x, *pointers(row), *pointers(col), amax, noop, *x.shape, *x.stride(), scale_ld(row), scale_ld(col),
+         tile_epsilon(spec)),
+        {"EVEN": config.even(*x.shape), **spec_arguments(spec), **config.options()},
+    ))  # fmt: skip
 
 
 def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None:
@@ -163,13 +177,14 @@ def _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop) -> None
         x = x.view(1, x.numel())
     config = chosen("cast" if x.shape[0] == 1 and col is None else "cast transposed")
     count = partials.numel() if partials is not None else 0
-    row_ptr, col_ptr = pointers(row)[0], pointers(col)[0]
-    scale_invs = [stored[1] for stored in (row, col) if stored]
-    cast_kernel[config.grid(*x.shape, x.device)](
-        x, row_ptr, col_ptr, partials, scale, scale_invs[0], amax_out, noop, *x.shape, *x.stride(), count,
-        tile_epsilon(spec), **spec_arguments(spec),
-        PARTIALS=triton.next_power_of_2(max(count, 1)), EVEN=config.even(*x.shape), **config.options(),
-    )
+    scale_inv = (row or col)[1]
+    tensors = x, row and row[0], col and col[0], partials, scale, scale_inv, amax_out, noop
+    launch(cast_kernel, (spec, config, x.shape, x.stride(), count), tensors, lambda: (
+        config.grid(*x.shape, x.device),
+        (x, pointers(row)[0], pointers(col)[0], *tensors[3:], *x.shape, *x.stride(), count, tile_epsilon(spec)),
+        {**spec_arguments(spec), "PARTIALS": triton.next_power_of_2(max(count, 1)), "EVEN": config.even(*x.shape),
+         **config.options()},
+    ))  # fmt: skip
 
 
 def _partial_amaxes(x: Tensor) -> Tensor:
@@ -180,9 +195,9 @@ def _partial_amaxes(x: Tensor) -> Tensor:
     x, config = (x.view(1, -1), chosen("amax")) if x.is_contiguous() else (x, chosen("amax strided"))
     grid = config.grid(*x.shape, x.device)
     partials = torch.empty(grid[0], dtype=torch.float32, device=x.device)
-    amax_kernel[grid](
-        x, partials, *x.shape, *x.stride(), EVEN=config.even(*x.shape), **config.options(),
-    )
+    launch(amax_kernel, (config, x.shape, x.stride()), (x, partials), lambda: (
+        grid, (x, partials, *x.shape, *x.stride()), {"EVEN": config.even(*x.shape), **config.options()}
+    ))  # fmt: skip
     return partials
 
 

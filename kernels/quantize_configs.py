@@ -89,6 +89,9 @@ CONFIGS: dict[str, tuple[Config | NormRows, ...]] = {
     "grouped rows": (Config(64, 128, 4, r=2),),
     "grouped columns": (Config(128, 64, 4, r=8, c=8),),
     "grouped derived": (Config(128, 128, 8, r=4, maxnreg=80), Config(128, 128, 16, r=4, c=8, maxnreg=64)),
+    # One scale an expert.
+    "row amax": (Config(8, 512, 4), Config(4, 512, 4), Config(16, 512, 8)),
+    "experts": (Config(128, 128, 8, r=4), Config(128, 128, 8, r=4, maxnreg=80), Config(64, 128, 4, r=4)),
     "derived": (
         Config(128, 64, 4, r=8, c=8),
         Config(128, 64, 4, r=4, c=16, maxnreg=80),

@@ -9,6 +9,7 @@ as the E8M0 codes of their 32-wide quarters.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
+from .launch import launch
 from .quantize import Stored, allocate, allocate_scales, pointers, readable, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import chosen
 from .quantize_device import (
@@ -26,6 +28,7 @@ from .quantize_device import (
     load_or_zero,
     load_row_scales,
     nonfinite_to_nan,
+    source_rows,
     tile_indices,
     tile_layout,
     tile_mask,
@@ -121,17 +124,6 @@ def grouped_kernel(x_ptr, x_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scal
 
 
 @jit
-def source_rows(index_ptr, m0, m_end, M, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(rows of the input, which of them exist) for ROWS result rows."""
-    rows = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    valid = rows < m_end
-    if index_ptr is not None:
-        rows = gl.load(index_ptr + rows, mask=valid, other=-1).to(gl.int64)
-        valid = (rows >= 0) & (rows < M)
-    return rows, valid
-
-
-@jit
 def fp8_of(y, FMAX: gl.constexpr, LAYOUT: gl.constexpr):
     """Scaled values as FP8."""
     FP8: gl.constexpr = gl.float8e4nv if FMAX == 448.0 else gl.float8e5
@@ -149,9 +141,17 @@ def copy_rows(q, scale, m0, k0, row, M, K, B: gl.constexpr):
 
 
 @jit
-def transpose_kernel(x_ptr, out_ptr, M, K, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+def transpose_kernel(x_ptr, out_ptr, M, K, stride_g, stride_m, stride_k, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
                      BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    m0, k0 = tile_origin(gl.program_id(0), K, BLOCK_M, BLOCK_K)
+    """stride_g: of a stack of matrices one after the other."""
+    tile = gl.program_id(0)
+    if stride_g is not None:
+        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(K, BLOCK_K)
+        g = (tile // tiles).to(gl.int64)
+        tile = tile % tiles
+        x_ptr += g * stride_g
+        out_ptr += g * M * K
+    m0, k0 = tile_origin(tile, K, BLOCK_M, BLOCK_K)
     rows, cols = tile_indices(m0, k0, BLOCK_M, BLOCK_K, tile_layout(BLOCK_M, BLOCK_K, R, C, W))
     q = load_or_zero(x_ptr + tile_offsets(rows, cols, stride_m, stride_k), tile_mask(rows, cols, M, K), EVEN)
     store_transposed_bytes(out_ptr, q, m0, k0, M, M, K, EVEN)
@@ -214,13 +214,18 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
         config = chosen("grouped columns" if not rowwise else "grouped derived" if derived else "grouped")
     row_tiles = N // config.block_m + experts if experts else -(-N // config.block_m)
     if N and K:
-        grouped_kernel[(row_tiles * -(-K // config.block_k),)](
-            x, pointers((x, x_scale))[1] if stored else None, *pointers(row), *pointers(col), offsets, index, experts,
-            M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
-            tile_epsilon(spec),
-            EXPERTS=triton.next_power_of_2(max(experts, 1)), ALIGNMENT=alignment, DERIVED=derived and colwise,
-            EVEN=not experts and index is None and config.even(N, K), PART=config.rows,
-            **spec_arguments(spec), **config.options())
+        facts = (spec, config, M, N, K, experts, alignment, derived and colwise, x.stride(),
+                 stored and x_scale.stride(), scale_ld(row), scale_ld(col))
+        tensors = x, x_scale, *(row or (None, None)), *(col or (None, None)), offsets, index
+        launch(grouped_kernel, facts, tensors, lambda: (
+            (row_tiles * -(-K // config.block_k),),
+            (x, pointers((x, x_scale))[1] if stored else None, *pointers(row), *pointers(col), offsets, index, experts,
+             M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
+             tile_epsilon(spec)),
+            {"EXPERTS": triton.next_power_of_2(max(experts, 1)), "ALIGNMENT": alignment, "DERIVED": derived and colwise,
+             "EVEN": not experts and index is None and config.even(N, K), "PART": config.rows, **spec_arguments(spec),
+             **config.options()},
+        ))  # fmt: skip
         if stored and row and index is not None and tile_epsilon(spec):
             _fill_scales(row[1], spec, (index < 0) | (index >= M))
     return row, col
@@ -245,14 +250,18 @@ def _check_grouped(spec: Spec, rowwise: bool, colwise: bool, derives: bool) -> N
 
 
 def transpose(data: Tensor, out: Tensor | None = None) -> Tensor:
-    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed. out: contiguous [K, M]."""
-    M, K = data.shape
-    out = torch.empty(K, M, dtype=data.dtype, device=data.device) if out is None else out
+    """Bytes of a 2-D tensor of any 1-byte dtype and strides, physically transposed, or of each of a stack of them
+    [G, M, K]. out: contiguous [K, M] or [G, K, M]."""
+    *groups, M, K = data.shape
+    out = torch.empty(*groups, K, M, dtype=data.dtype, device=data.device) if out is None else out
     if data.numel():
         config = chosen("transpose")
-        transpose_kernel[config.grid(M, K, data.device)](
-            data.view(torch.uint8), out.view(torch.uint8), M, K, *data.stride(), EVEN=config.even(M, K),
-            **config.options())
+        strides = data.stride() if groups else (None, *data.stride())
+        launch(transpose_kernel, (config, data.shape, strides), (data, out), lambda: (
+            (config.grid(M, K, data.device)[0] * math.prod(groups),),
+            (data.view(torch.uint8), out.view(torch.uint8), M, K, *strides),
+            {"EVEN": config.even(M, K), **config.options()},
+        ))  # fmt: skip
     return out
 
 

@@ -338,6 +338,25 @@ def load_tile(ptr, rows, cols, M, K, stride_m, stride_k, EVEN: gl.constexpr):
 
 
 @jit
+def source_rows(index_ptr, m0, m_end, M, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """(rows of the input, which of them exist) for ROWS result rows."""
+    rows = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    valid = rows < m_end
+    if index_ptr is not None:
+        rows = gl.load(index_ptr + rows, mask=valid, other=-1).to(gl.int64)
+        valid = (rows >= 0) & (rows < M)
+    return rows, valid
+
+
+@jit
+def expert_of(ends_ptr, row, experts, EXPERTS: gl.constexpr, W: gl.constexpr):
+    """The expert whose rows `row` is one of, `experts` if nobody's. ends: int32, one past each expert's last row."""
+    e = gl.arange(0, EXPERTS, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    ends = gl.load(ends_ptr + e, mask=e < experts, other=2147483647)
+    return gl.sum((ends <= row).to(gl.int32), axis=0)
+
+
+@jit
 def blocks_of(x, B: gl.constexpr):
     """[M, K] -> [M, K / B, B]; of a tile narrower than B, [M, 1, K]."""
     G: gl.constexpr = x.shape[1] // B if x.shape[1] > B else 1

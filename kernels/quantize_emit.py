@@ -211,6 +211,31 @@ def tensor_scale(given_ptr, amax_ptr, epsilon, row, col, first, SPEC: gl.constex
 
 
 @jit
+def expert_scale(given_ptr, amax_ptr, epsilon, expert, SPEC: gl.constexpr):
+    """The scale of one expert's rows, given or from its amax; 1 where there is neither. `store_expert_scales` stores
+    the inverses of all."""
+    scale = 1.0
+    if given_ptr is not None:
+        scale = gl.load(given_ptr + expert)
+    elif amax_ptr is not None:
+        scale, _ = scale_from_amax(gl.load(amax_ptr + expert), epsilon, SPEC[0], SPEC[2])
+    return scale
+
+
+@jit
+def store_expert_scales(given_ptr, amax_ptr, epsilon, scale_inv_ptr, experts, SPEC: gl.constexpr,
+                        EXPERTS: gl.constexpr, W: gl.constexpr):
+    """What is stored of all experts' scales: also of those that have no rows. For one program to do."""
+    e = gl.arange(0, EXPERTS, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    if given_ptr is not None:
+        scale = gl.load(given_ptr + e, mask=e < experts, other=1.0)
+        stored = gl.div_rn(scale * 0.0 + 1.0, scale)
+    else:
+        _, stored = scale_from_amax(gl.load(amax_ptr + e, mask=e < experts, other=0.0), epsilon, SPEC[0], SPEC[2])
+    gl.store(scale_inv_ptr + e, stored, mask=e < experts)
+
+
+@jit
 def emit_tensor(x, m0, k0, row, col, scale, M, K, SPEC: gl.constexpr, EVEN: gl.constexpr):
     """The copies that are wanted under one scale."""
     L: gl.constexpr = layout_of(x)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .quantize import BLOCK, Stored, allocate
+from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 class TensorScaling(NamedTuple):
     """Where the scale of a tensor tile comes from, as kernel arguments. Empty under 1D tiles.
+
+    Of rows by expert, where each has a scale: FP32 [G] instead of [1].
 
     scale: FP32 [1], given (delayed scaling: one pass). amax: FP32 [1], from which the scale is made (current scaling:
     the result's own, which takes a first pass, or one that ranks have shared). record: FP32 [1], raised to the result's
@@ -27,20 +30,19 @@ class TensorScaling(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None,
-           device: torch.device) -> TensorScaling:
+           device: torch.device, groups: int = 1) -> TensorScaling:
         """From the arguments of a producer.
 
-        amax: instead of the result's own. scale: instead of one from an amax. amax_out: receives the result's amax;
-        with `scale` it is only ever raised (a slot of a history that several microbatches share).
+        amax: instead of the result's own. scale: instead of one from an amax. amax_out: is raised to the result's amax:
+        from zero, or with `scale` from what else is there (a slot of a history that several microbatches share).
         """
         if spec.tile.kind != "tensor":
             return cls()
         if scale is not None:
             return cls(scale, None, amax_out)
         if amax is not None:
-            return cls(None, amax, None if amax_out is None else amax_out.zero_())
-        record = torch.zeros(1, dtype=torch.float32, device=device) if amax_out is None else amax_out.zero_()
-        return cls(None, None, record)
+            return cls(None, amax, amax_out)
+        return cls(None, None, zeros(groups, torch.float32, device) if amax_out is None else amax_out)
 
     @property
     def measures(self) -> bool:
@@ -58,10 +60,10 @@ UNSCALED = TensorScaling()
 
 
 def allocate_pair(rows: int, columns: int, spec: Spec, device: torch.device, rowwise: bool,
-                  colwise: bool) -> tuple[Stored | None, Stored | None]:
-    """Uninitialized copies of a `[rows, columns]` operand; those of a tensor tile share their scale_inv."""
-    row = allocate(rows, columns, spec, device) if rowwise else None
-    col = allocate(columns, rows, spec, device) if colwise else None
+                  colwise: bool, groups: int = 1) -> tuple[Stored | None, Stored | None]:
+    """Uninitialized copies of a `[rows, columns]` operand; those of a tensor tile share their scale_inv, [groups]."""
+    row = allocate(rows, columns, spec, device, groups) if rowwise else None
+    col = allocate(columns, rows, spec, device, groups) if colwise else None
     if row and col and spec.tile.kind == "tensor":
         col = (col[0], row[1])
     return row, col

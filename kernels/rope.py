@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 _HEADS = 16
 """Heads a program moves."""
 
@@ -67,11 +69,17 @@ def heads_kernel(qkv, q, k, v, cos_ptr, sin_ptr, groups, qkv_stride, q_stride, k
 
 def _launch(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, join: bool) -> None:
     (tokens, heads, _), groups = q.shape, k.shape[1]
-    blocks = triton.cdiv(heads, _HEADS) + 2 * triton.cdiv(groups, _HEADS)
-    strides = [x.stride(dim) for dim in (0, 1) for x in (q, k, v)]
-    if tokens:
-        heads_kernel[(tokens * blocks,)](qkv, q, k, v, cos, sin, groups, qkv.stride(0), *strides, N=heads // groups,
-                                       HALF=cos.shape[1], HEADS=_HEADS, JOIN=join, num_warps=4)  # fmt: skip
+    if not tokens:
+        return
+    strides = q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1)
+    facts = tokens, heads, groups, cos.shape[1], qkv.stride(0), strides, join
+
+    def work_out() -> tuple:
+        blocks = triton.cdiv(heads, _HEADS) + 2 * triton.cdiv(groups, _HEADS)
+        named = {"N": heads // groups, "HALF": cos.shape[1], "HEADS": _HEADS, "JOIN": join, "num_warps": 4}
+        return (tokens * blocks,), (qkv, q, k, v, cos, sin, groups, qkv.stride(0), *strides), named
+
+    launch(heads_kernel, facts, (qkv, q, k, v, cos, sin), work_out)
 
 
 def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""The kernels of `swiglu_quantize`: one register tile a program."""
+"""The kernels of `swiglu_quantize`: one register tile a program.
+
+Where rows lie by expert and each has a scale of its own (`ends_ptr`), scales and amaxes are vectors, and a tile takes
+its expert's: tiles lie in one expert, since those begin at multiples of 128 rows. Tiles of nobody's rows are left out.
+"""
 
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
@@ -6,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from .quantize_device import (
     decode_scale,
     dequantize_tile,
+    expert_of,
     farther,
     load_or_zero,
     load_row_scales,
@@ -20,7 +25,16 @@ from .quantize_device import (
     to_f32,
     waiting_layout,
 )
-from .quantize_emit import emit, emit_part, emit_rest, emit_rowwise, record_amax, tensor_scale
+from .quantize_emit import (
+    emit,
+    emit_part,
+    emit_rest,
+    emit_rowwise,
+    expert_scale,
+    record_amax,
+    store_expert_scales,
+    tensor_scale,
+)
 
 
 @jit
@@ -142,10 +156,10 @@ def swiglu_part(halves, weights_ptr, y_ptr, keep, keep_epsilon, t0, f0, T, F, X_
 @jit
 def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, y_ptr, keep_ptr,
                   keep_scale_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr, record_ptr, T, F,
-                  keep_scale_ld, row_scale_ld, col_scale_ld, keep_epsilon, epsilon, X_BLOCK: gl.constexpr,
-                  X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, KEEP_SPEC: gl.constexpr, SPEC: gl.constexpr,
-                  EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-                  R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                  keep_scale_ld, row_scale_ld, col_scale_ld, keep_epsilon, epsilon, ends_ptr, experts,
+                  EXPERTS: gl.constexpr, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+                  KEEP_SPEC: gl.constexpr, SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr,
+                  BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """ROWS: 0, or how many rows of the tile are made at a time; for the columns' sake they then wait in shared
     memory."""
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
@@ -162,7 +176,17 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     if record_ptr is not None:
         largest = gl.zeros((STEP, BLOCK_K), rounded(dtype), layout=L)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, STEP, BLOCK_K)
-    scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
+    expert = 0
+    if ends_ptr is not None:
+        if gl.program_id(0) == 0:
+            store_scales(scale_ptr, amax_ptr, epsilon, row, col, experts, SPEC, EXPERTS, W)
+        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
+        if expert >= experts:
+            return
+    if ends_ptr is None:
+        scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
+    else:
+        scale = expert_scale(scale_ptr, amax_ptr, epsilon, expert, SPEC)
     for i in gl.static_range(0, BLOCK_M, STEP):
         halves = coming
         if i + STEP < BLOCK_M:  # on their way while these rows are worked on
@@ -180,55 +204,90 @@ def swiglu_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride
     if ROWS != 0 and col_ptr is not None:
         emit_rest(ys, t0, f0, col, scale, epsilon, T, F, SPEC, EVEN)
     if record_ptr is not None:
-        record_amax(record_ptr, largest)
+        record_amax(record_ptr + expert, largest)
+
+
+@jit
+def walk(T, F, WALK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr):
+    """(first, last + 1, step) of a program's tiles: every num_programs-th, or all of WALK rows, which lie in one
+    expert."""
+    tiles_f = gl.cdiv(F, BLOCK_K)
+    tiles = gl.cdiv(T, BLOCK_M) * tiles_f
+    if WALK == 0:
+        first, last, step = gl.program_id(0), tiles, gl.num_programs(0)
+    else:
+        first = gl.program_id(0) * (WALK // BLOCK_M) * tiles_f
+        last, step = gl.minimum(first + WALK // BLOCK_M * tiles_f, tiles), 1
+    return first, last, step
+
+
+@jit
+def store_scales(given_ptr, amax_ptr, epsilon, row, col, experts, SPEC: gl.constexpr, EXPERTS: gl.constexpr,
+                 W: gl.constexpr):
+    """The inverses of all experts' scales, for the copies that there are."""
+    if row[0] is not None:
+        store_expert_scales(given_ptr, amax_ptr, epsilon, row[1], experts, SPEC, EXPERTS, W)
+    elif col[0] is not None:
+        store_expert_scales(given_ptr, amax_ptr, epsilon, col[1], experts, SPEC, EXPERTS, W)
 
 
 @jit
 def swiglu_amax_kernel(x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr, record_ptr, T, F,
-                       X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr,
-                       BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-                       W: gl.constexpr):
-    """The first pass under current scaling: amax of SwiGLU's output, a walk over tiles."""
+                       ends_ptr, experts, EXPERTS: gl.constexpr, WALK: gl.constexpr, X_BLOCK: gl.constexpr,
+                       X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr,
+                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """The first pass under current scaling: amax of SwiGLU's output, a walk over tiles; WALK: see `walk`."""
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
     X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     KEEP: gl.constexpr = (448.0, 0, 0)
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
     largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
-    tiles = gl.cdiv(T, BLOCK_M) * gl.cdiv(F, BLOCK_K)
-    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    first, last, step = walk(T, F, WALK, BLOCK_M, BLOCK_K)
+    t0, f0 = tile_origin(first, F, BLOCK_M, BLOCK_K)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    expert = 0
+    if ends_ptr is not None:
+        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
+        if expert >= experts:
+            return
+    for tile in range(first, last, step):
         halves = coming
         t0, f0 = tile_origin(tile, F, BLOCK_M, BLOCK_K)
-        t1, f1 = tile_origin(gl.minimum(tile + gl.num_programs(0), tiles - 1), F, BLOCK_M, BLOCK_K)
+        t1, f1 = tile_origin(gl.minimum(tile + step, last - 1), F, BLOCK_M, BLOCK_K)
         coming = load_halves(source, t1, f1, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
         y = swiglu_part(halves, weights_ptr, None, (None, None, None, 0), 0.0, t0, f0, T, F, X_FORM, KEEP, EVEN,
                         BLOCK_M, BLOCK_K, L)
         largest = farther(largest, y)
-    record_amax(record_ptr, largest)
+    record_amax(record_ptr + expert, largest)
 
 
 @jit
 def swiglu_grad_amax_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr,
-                            record_ptr, T, F, stride_dy, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr,
-                            DTYPE: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr,
-                            R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+                            record_ptr, T, F, stride_dy, ends_ptr, experts, EXPERTS: gl.constexpr,
+                            WALK: gl.constexpr, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr,
+                            EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
+                            C: gl.constexpr, W: gl.constexpr):
     """The same of the gradient: amax of d(fc1 output)."""
     dtype: gl.constexpr = gl.bfloat16 if DTYPE == "bf16" else gl.float16
     X_FORM: gl.constexpr = (X_BLOCK, X_ALIGNED, dtype)
     L: gl.constexpr = tile_layout(BLOCK_M, BLOCK_K, R, C, W)
     source = (x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b)
     largest = gl.zeros((BLOCK_M, BLOCK_K), rounded(dtype), layout=L)
-    tiles = gl.cdiv(T, BLOCK_M) * gl.cdiv(F, BLOCK_K)
-    t0, f0 = tile_origin(gl.program_id(0), F, BLOCK_M, BLOCK_K)
+    first, last, step = walk(T, F, WALK, BLOCK_M, BLOCK_K)
+    t0, f0 = tile_origin(first, F, BLOCK_M, BLOCK_K)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
     coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    expert = 0
+    if ends_ptr is not None:
+        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
+        if expert >= experts:
+            return
+    for tile in range(first, last, step):
         halves = coming
         dy = to_f32(coming_dy)
         rows, _ = tile_indices(tile_origin(tile, F, BLOCK_M, BLOCK_K)[0], 0, BLOCK_M, BLOCK_K, L)
-        t1, f1 = tile_origin(gl.minimum(tile + gl.num_programs(0), tiles - 1), F, BLOCK_M, BLOCK_K)
+        t1, f1 = tile_origin(gl.minimum(tile + step, last - 1), F, BLOCK_M, BLOCK_K)
         coming = load_halves(source, t1, f1, T, F, X_FORM, EVEN, L, BLOCK_M, BLOCK_K)
         coming_dy = load_part(dy_ptr, t1, f1, T, F, stride_dy, EVEN, L, BLOCK_M, BLOCK_K)
         if weights_ptr is not None:
@@ -236,17 +295,17 @@ def swiglu_grad_amax_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride
         gate = decode_half(halves[0], halves[1], X_FORM)
         d_gate, d_up, _ = swiglu_grad(dy, gate, decode_half(halves[2], halves[3], X_FORM))
         largest = farther(largest, farther(round_through(d_gate, dtype), round_through(d_up, dtype)))
-    record_amax(record_ptr, largest)
+    record_amax(record_ptr + expert, largest)
 
 
 @jit
 def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x_scale_stride_b, weights_ptr,
                        partial_ptr, dx_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, scale_ptr, amax_ptr,
                        record_ptr, y_col_ptr, y_col_scale_ptr, y_scale_ptr, y_amax_ptr, T, F, stride_dy, row_scale_ld,
-                       col_scale_ld, y_scale_ld, epsilon, y_epsilon, X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr,
-                       DTYPE: gl.constexpr, SPEC: gl.constexpr, Y_SPEC: gl.constexpr, EVEN: gl.constexpr,
-                       ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, R: gl.constexpr,
-                       C: gl.constexpr, W: gl.constexpr):
+                       col_scale_ld, y_scale_ld, epsilon, y_epsilon, ends_ptr, experts, EXPERTS: gl.constexpr,
+                       X_BLOCK: gl.constexpr, X_ALIGNED: gl.constexpr, DTYPE: gl.constexpr, SPEC: gl.constexpr,
+                       Y_SPEC: gl.constexpr, EVEN: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr,
+                       BLOCK_K: gl.constexpr, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """Three results of one tile are made ROWS rows at a time; for the columns' sake they wait in shared memory.
 
     A tile of one half is a tile of the whole [T, 2f] only if f is a multiple of the tile's width; otherwise the host
@@ -268,7 +327,18 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         ys = gl.allocate_shared_memory(rounded(dtype), (BLOCK_M, BLOCK_K), WAITING)
     coming = load_halves(source, t0, f0, T, F, X_FORM, EVEN, L, ROWS, BLOCK_K)
     coming_dy = load_part(dy_ptr, t0, f0, T, F, stride_dy, EVEN, L, ROWS, BLOCK_K)
-    scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
+    expert = 0
+    if ends_ptr is not None:
+        if gl.program_id(0) == 0:
+            store_scales(scale_ptr, amax_ptr, epsilon, row, col, experts, SPEC, EXPERTS, W)
+            store_scales(y_scale_ptr, y_amax_ptr, y_epsilon, y_col, y_col, experts, Y_SPEC, EXPERTS, W)
+        expert = expert_of(ends_ptr, t0, experts, EXPERTS, W)
+        if expert >= experts:
+            return
+    if ends_ptr is None:
+        scale = tensor_scale(scale_ptr, amax_ptr, epsilon, row, col, t0 + f0 == 0, SPEC)
+    else:
+        scale = expert_scale(scale_ptr, amax_ptr, epsilon, expert, SPEC)
     if record_ptr is not None:
         largest = gl.zeros((ROWS, BLOCK_K), rounded(dtype), layout=L)
     for i in gl.static_range(0, BLOCK_M, ROWS):
@@ -304,9 +374,12 @@ def swiglu_grad_kernel(dy_ptr, x_ptr, x_scale_ptr, stride_t, x_scale_stride_t, x
         if y_col_ptr is not None:
             ys.slice(i, ROWS).store(round_through(y, dtype))
     if record_ptr is not None:
-        record_amax(record_ptr, largest)
+        record_amax(record_ptr + expert, largest)
     if y_col_ptr is not None:
-        y_scale = tensor_scale(y_scale_ptr, y_amax_ptr, y_epsilon, y_col, y_col, t0 + f0 == 0, Y_SPEC)
+        if ends_ptr is None:
+            y_scale = tensor_scale(y_scale_ptr, y_amax_ptr, y_epsilon, y_col, y_col, t0 + f0 == 0, Y_SPEC)
+        else:
+            y_scale = expert_scale(y_scale_ptr, y_amax_ptr, y_epsilon, expert, Y_SPEC)
         emit_rest(ys, t0, f0, y_col, y_scale, y_epsilon, T, F, Y_SPEC, EVEN)
     if col_ptr is not None:
         emit_rest(d_gates, t0, f0, col, scale, epsilon, T, 2 * F, SPEC, EVEN)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megafp8.params import GradSink
 
@@ -35,6 +35,10 @@ class ScalingHistory(Protocol):
 
     def record(self, name: str, amax: Tensor) -> None:
         """Max-accumulates this step's amax (FP32, one element)."""
+        ...
+
+    def slot(self, name: str) -> Tensor:
+        """Where `record` accumulates (FP32, one element), to be raised to an amax by whoever takes it."""
         ...
 
     def scales(self, names: tuple[str, ...]) -> Tensor | None:
@@ -102,6 +106,14 @@ class OperandObserver(Protocol):
         ...
 
 
+class LayerRunner(Protocol):
+    """Runs transformer layers in another way than by calling them, such as from CUDA graphs; the bits are the same."""
+
+    def run(self, layers: nn.Module, x: Tensor, sequences: Any, step: StepContext) -> Tensor:
+        """`layers(x, sequences, step)` of a block of layers, with its graph."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepContext:
     """phase: train, eval or recompute; microbatch: number within the iteration, from 0.
@@ -111,6 +123,7 @@ class StepContext:
     statistics: where modules report numbers, if `records`; None: nowhere.
     wgrads: where linears leave their weight gradients; None: they are computed in backward.
     observer: sees the operands that are quantized in this step, each once; None: nobody looks.
+    layers: runs the transformer layers; None: they are called.
     sample_group: which part of the global batch this rank sees (data-parallel rank), so that ranks draw differently.
     """
 
@@ -124,6 +137,7 @@ class StepContext:
     statistics: Statistics | None = None
     wgrads: WgradSink | None = None
     observer: OperandObserver | None = None
+    layers: LayerRunner | None = None
 
     @property
     def training(self) -> bool:

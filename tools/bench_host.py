@@ -2,7 +2,8 @@
 
 Kernels are replaced by functions that allocate their results and compute nothing, and everything is told that it runs
 on a GPU. So the time left is that of the code between the kernels, measured on any machine: small models are bound by
-it, and CUDA graphs would hide it. Launches are not counted in it (a Triton kernel costs the host 0.02 to 0.1 ms).
+it, and CUDA graphs would hide it. Launches are not counted in it; with --launches those of Triton's kernels are, up to
+the driver's own part.
 
     python tools/bench_host.py                                # CPU milliseconds a layer, by recipe
     python tools/bench_host.py --recipes blockwise --profile 25
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megafp8.core.transformer import activation, attention, norm
+from megafp8.core.transformer import activation, attention, heads, norm
 from megafp8.fp8 import gemm, quantizer, scaled_mm, triton_gemm
 from megafp8.fp8.formats import OperandSpec
 from megafp8.fp8.storage import QuantizedStorage
@@ -65,7 +66,11 @@ class _Norms:
 
     @staticmethod
     def rms_norm_grad(grad, x, weight, rstd, **options):
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), torch.empty(1, x.shape[1])
+
+    @staticmethod
+    def sum_parts(parts, dtype, out=None, adds=False):
+        return torch.empty(parts.shape[1], dtype=dtype) if out is None else out
 
 
 class _SwiGLU:
@@ -118,28 +123,47 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
 
 
+def _scaled_mm(a: Tensor, b: Tensor, *scales, output_dtype: torch.dtype, **options) -> Tensor:
+    return torch.empty(a.shape[0], b.shape[1], dtype=output_dtype)
+
+
+def _launching() -> Iterator[tuple[object, str, object]]:
+    """(owner, name, what stands there where Triton's kernels are launched on nothing)."""
+    from megafp8.kernels import quantize
+
+    yield scaled_mm, "F", SimpleNamespace(scaled_mm=_scaled_mm)
+    yield quantizer, "_backend", lambda device, spec: quantize
+    yield heads, "_usable", lambda x, *channels: True
+
+
 def _replacements() -> Iterator[tuple[object, str, object]]:
     """(owner, name, what stands there without kernels)."""
-    able = gemm.Capability(cublaslt=True, triton=True, name="NVIDIA H200")
-    yield gemm, "capability", lambda device: able
     yield scaled_mm, "matmul", lambda a, b, bias, out_dtype, *rest: _multiply(a, b, out_dtype)
     yield triton_gemm, "matmul", lambda a, b, bias, out_dtype, out=None, *rest: _multiply(a, b, out_dtype, out)
     yield triton_gemm, "_kernels", lambda: ()
     yield quantizer, "_backend", lambda device, spec: _Quantize
     yield attention, "split_heads", _split_heads
-    yield F, "scaled_dot_product_attention", lambda q, k, v, **options: _Attention.apply(q, k, v)
     kernels = (_Norms, _SwiGLU, _Norms)
     for module in (norm, activation):
-        yield module, "fuses", lambda *args: True
         yield module, "fused_kernels", lambda: kernels
 
 
+def _device() -> Iterator[tuple[object, str, object]]:
+    """(owner, name, what stands there on a Hopper GPU)."""
+    able = gemm.Capability(cublaslt=True, triton=True, name="NVIDIA H200")
+    yield gemm, "capability", lambda device: able
+    yield F, "scaled_dot_product_attention", lambda q, k, v, **options: _Attention.apply(q, k, v)
+    for module in (norm, activation):
+        yield module, "fuses", lambda *args: True
+
+
 @contextmanager
-def no_kernels() -> Iterator[None]:
-    """Inside, FP8 modules take the paths of a Hopper GPU, and kernels give results that nobody has computed."""
+def no_kernels(*, launches: bool = False) -> Iterator[None]:
+    """Inside, FP8 modules take the paths of a Hopper GPU, and kernels give results that nobody has computed; launches:
+    the host does all that it does to launch them."""
     before = []
     try:
-        for owner, name, value in _replacements():
+        for owner, name, value in (*_device(), *(_launching() if launches else _replacements())):
             before.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
         yield
@@ -203,6 +227,7 @@ def calls_of(run: Callable[[], None]) -> Counter[str]:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--launches", action="store_true", help="with what launching Triton's kernels takes")
     parser.add_argument("--repeats", type=int, default=9, help="rounds of 20 microbatches (default: %(default)s)")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the functions called most often")
     parser.add_argument("--output", type=Path, help="JSON file: recipe -> {ms, calls}")
@@ -213,7 +238,12 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
     torch.set_num_threads(1)
     results = {}
-    with no_kernels():
+    with ExitStack() as stack:
+        stack.enter_context(no_kernels(launches=args.launches))
+        if args.launches:
+            from driverless import no_driver
+
+            stack.enter_context(no_driver(notes=False))
         for recipe in args.recipes:
             run = microbatches(recipe)
             calls = calls_of(run)

@@ -92,13 +92,13 @@ class _Rows(torch.autograd.Function):
     """x [R, hidden], each expert's rows filled up, as experts want them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, spec: RowSpec) -> Tensor | QuantizedTensor:
+    def forward(ctx, x: Tensor, index: Tensor, spec: RowSpec, ends: Tensor) -> Tensor | QuantizedTensor:
         ctx.index = index
-        return x if spec.quantizer is None else take_rows(x, index, spec, x.dtype)
+        return x if spec.quantizer is None else take_rows(x, index, spec, x.dtype, ends)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
 
 
 class Bench:
@@ -144,7 +144,7 @@ class Bench:
                 owner.hold_fp8_only(PrimaryBytes(quantizer, data, {"rowwise": row.scale_inv}))
 
     def _lay_out(self, counts: list[int], hidden: int) -> None:
-        spec = self.experts.row_spec(training=True)
+        spec = self.experts.row_spec(self.step)
         step = spec.alignment
         room = [-(-count // step) * step for count in counts]
         generator = torch.Generator(self.device).manual_seed(0)
@@ -159,15 +159,15 @@ class Bench:
             start += size
         self.x.requires_grad_()
         self.weights = torch.rand(sum(room), device=self.device).requires_grad_()
-        self.counts, self.spec = torch.tensor(room, device=self.device), spec
+        self.ends, self.spec = torch.tensor(room, device=self.device).cumsum(0).to(torch.int32), spec
 
     def forward(self, *, fresh: bool = False) -> Tensor:
         if fresh:
             for mlp in self.experts:
                 for linear in (mlp.fc1, mlp.fc2):
                     linear.weight.owner.publish()
-        rows = _Rows.apply(self.x, self.index, self.spec)
-        return self.experts(ExpertRows(rows, self.weights, self.counts, self.spec.alignment), self.step)
+        rows = _Rows.apply(self.x, self.index, self.spec, self.ends)
+        return self.experts(ExpertRows(rows, self.weights, self.ends, self.spec.alignment), self.step)
 
     def run(self) -> None:
         self.forward(fresh=self.fresh).backward(self.dy)

@@ -6,14 +6,14 @@ Each check is a name and a function that gives the rest of its row. Every proces
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from selftest_collectives import collective_checks
 from selftest_runs import MODELS, RECIPES, STEPS, ZERO1, Check, Flags, Pairs, Runner, model_flags, tp
-from selftest_speed import Speed
+from selftest_speed import CASES, Speed
 
 from megafp8.parallel import Axis
 from megafp8.training.build import pick_device
@@ -141,15 +141,17 @@ def check_checkpoint(runner: Runner, n: int, recipes: list[str]) -> Iterator[Che
             yield f"saved at {saves}, loaded at {loads}, {recipe}", partial(compare, saves, loads, recipe)
 
 
-def every_check(runner: Runner, n: int, parts: list[str], recipes: list[str], elements: int) -> Iterator[tuple]:
-    """(part, name, check) in order."""
+def every_check(
+    runner: Runner, n: int, parts: list[str], recipes: list[str], elements: int, cases: Sequence[str] = CASES
+) -> Iterator[tuple]:
+    """(part, name, check) in order. cases: of the part speed."""
     world = Axis(n, dist.get_rank(), dist.group.WORLD)
     found = {
         "switches": lambda: check_switches(runner, n, recipes),
         "layouts": lambda: check_layouts(runner, n, recipes),
         "checkpoint": lambda: check_checkpoint(runner, n, recipes),
         "collectives": lambda: collective_checks(world, pick_device(runner.device), elements),
-        "speed": lambda: Speed(runner, n).checks(recipes),
+        "speed": lambda: Speed(runner, n, tuple(cases)).checks(recipes),
     }
     for part in parts:
         for name, check in found[part]():

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does megafp8 run right on the GPUs of this machine? See selftest_nccl.sh, which makes the data and starts it.
 
-    python tools/selftest_nccl.py DIR [--gpus 2] [--parts layouts speed] [--recipes fp32 blockwise]
+    python tools/selftest_nccl.py DIR [--gpus 2] [--parts layouts speed] [--recipes fp32 blockwise] [--cases DP]
 
 Layouts must agree with one GPU: losses and gradient norms of FP32 within 1e-6 over five steps; of BF16 and FP8, whose
 ranks round on their own, losses within 5e-3, the first gradient norm within 1e-2 and later ones within 5e-2. Switches
@@ -31,6 +31,8 @@ PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
 ALONE = ("collectives", "speed")
 RECIPES = ("fp32", "blockwise", "bf16", "delayed", "mxfp8", "tensorwise")
 """In the order in which they are dealt to jobs, forth and back: so jobs have about as much to do."""
+CASES = ("DP", "EP", "TP")
+"""Of the part speed."""
 RESTARTS = 5
 """Of a job: more than that, and the machine has to be looked at first."""
 
@@ -108,13 +110,25 @@ def line(row: dict) -> str:
     limits = zip(row.get("gaps", ()), row.get("allowed", ()), strict=True)
     gaps = [f"{gap:.1e}" if row["passed"] else f"{gap:.1e} of {limit:g}" for gap, limit in limits]
     numbers = {"gb_per_s": "{:.1f} GB/s", "tokens_per_second": "{:,.0f} tokens/s", "to_bf16": "{:.3f} of BF16",
-               "step_ms": "{:.1f} ms a step",
+               "step_ms": "{:.1f} ms a step", "host_ms": "host {:.1f} ms",
                "gather_mib": "gathers {:.1f} MiB", "deal_mib": "deals {:.1f} MiB",
                "bytes_to_off": "bytes {:.3f} of off", "speed_to_off": "speed {:.3f} of off",
                "communication_ms": "communication {:.1f} ms", "exposed_ms": "exposed {:.1f} ms",
                "error": "{}"}  # fmt: skip
     told = ", ".join([*gaps, *(form.format(row[key]) for key, form in numbers.items() if key in row)])
+    if not row["passed"] and row.get("off"):
+        told += "".join(
+            f"\n{'':9}{name}: {where_time_went(found)}" for name, found in (("off", row["off"]), ("on", row))
+        )
     return f"{'ok  ' if row['passed'] else 'FAIL'} {row['name']:60} {told}"
+
+
+def where_time_went(row: dict) -> str:
+    """A step of a speed row, for people: rounds, host, and what the device did."""
+    rounds = " ".join(f"{ms:.1f}" for ms in row["ms"])
+    busy = row.get("busy_ms", {}) | {name: row[f"{name}_ms"] for name in ("idle", "exposed") if f"{name}_ms" in row}
+    device = ", ".join(f"{kind} {ms:.1f}" for kind, ms in busy.items())
+    return f"rounds {rounds} ms a step, host {row['host_ms']:.1f}; profiled: {device or 'nothing'}"
 
 
 def torchrun(gpus: int) -> list[str]:
@@ -145,7 +159,7 @@ class Selftest:
         a = self.args
         flags = ["--device", a.device, "--lane", lane, "--check-seconds", str(a.check_seconds), "--parts", *parts]
         command = [*torchrun(a.gpus), str(WORKER), str(a.folder), *flags, "--elements", str(a.elements)]
-        return Job(lane, [*command, "--recipes", *recipes], a.folder, self.env)
+        return Job(lane, [*command, "--recipes", *recipes, "--cases", *a.cases], a.folder, self.env)
 
     def start_references(self) -> list[subprocess.Popen]:
         """One process a recipe, in turn on the GPUs."""
@@ -220,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=3, help="jobs beside each other (default 3)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="of speed (default all)")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of a collective's buffer (default 2^26)")
     parser.add_argument("--check-seconds", type=float, default=60.0, help="longest time of a check (default 60)")
     parser.add_argument("--seconds", type=float, help="longest time of all; what has not run by then is a failure")

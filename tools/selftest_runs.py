@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megafp8.config import parse_args
 from megafp8.meter import Meter
 from megafp8.parallel import Axis, ParallelContext, build_parallel
-from megafp8.training.build import build_parts, pick_device
+from megafp8.training.build import Parts, build_parts, pick_device
 from megafp8.training.run_log import read_metrics
 from megafp8.training.trainer import Trainer
 
@@ -45,12 +45,12 @@ MODELS: dict[str, Flags] = {"dense": UNTIED, "moe": (*UNTIED, *MOE), "tied": ()}
 LLAMA_8B = (
     *("--num-layers", "2", "--hidden-size", "4096", "--ffn-hidden-size", "14336", "--num-attention-heads", "32"),
     *("--num-query-groups", "8", "--seq-length", "4096", "--max-position-embeddings", "4096"),
-    *("--global-batch-size", "8", "--train-iters", "6"),
+    *("--global-batch-size", "8"),
 )
 QWEN_30B = (
     *("--num-layers", "2", "--hidden-size", "2048", "--ffn-hidden-size", "768", "--num-attention-heads", "32"),
     *("--num-query-groups", "4", "--kv-channels", "128", "--seq-length", "4096", "--max-position-embeddings", "4096"),
-    *("--global-batch-size", "8", "--train-iters", "6", *MOE, "--num-experts", "128", "--moe-router-topk", "8"),
+    *("--global-batch-size", "8", *MOE, "--num-experts", "128", "--moe-router-topk", "8"),
     *("--moe-ffn-hidden-size", "768"),
 )
 
@@ -78,13 +78,12 @@ def model_flags(device: str, folder: Path) -> Flags:
 class Runner:
     """Trains in this process; what has been trained with the same flags is remembered.
 
-    device: cuda or cpu. lane: a name that no process beside this one has, for its files. meter: of the last run.
+    device: cuda or cpu. lane: a name that no process beside this one has, for its files.
     """
 
     folder: Path
     device: str
     lane: str
-    meter: Meter = field(default_factory=Meter)
     _known: dict[Flags, list[dict]] = field(default_factory=dict)
 
     def small(self, recipe: str, model: str, flags: Flags = ()) -> Pairs:
@@ -97,14 +96,10 @@ class Runner:
     def train(self, flags: Flags) -> list[dict]:
         """The run's training lines. A new one each time."""
         log_dir = self.folder / "runs" / self.lane
-        config = parse_args([*flags, "--log-dir", str(log_dir), "--distributed-timeout-minutes", "5"])
-        device = pick_device(self.device)
         if int(os.environ.get("RANK", "0")) == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
-        self.meter = Meter()
-        parallel = build_parallel(config, device, meter=self.meter)
-        parallel.barrier()
-        parts = build_parts(config, parallel, device)
+        parts = self.build((*flags, "--log-dir", str(log_dir)))
+        parallel = parts.parallel
         if code := Trainer(parts).run():
             raise RuntimeError(f"exit code {code}")
         parallel.barrier()
@@ -114,6 +109,14 @@ class Runner:
         del parts
         leave(parallel, groups)
         return lines
+
+    def build(self, flags: Flags) -> Parts:
+        """What a run with these flags works with, all ranks together; `parallel.meter` counts its traffic. `leave` it
+        when done."""
+        config, device = parse_args([*flags, "--distributed-timeout-minutes", "5"]), pick_device(self.device)
+        parallel = build_parallel(config, device, meter=Meter())
+        parallel.barrier()
+        return build_parts(config, parallel, device)
 
     def reference(self, recipe: str, model: str) -> Pairs:
         """What one process gave; waits until it is there. Raises ValueError when it won't come."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from selftest_runs import LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, ZERO1, Check, Flags, Runner, model_flags, tp
-from selftest_trace import communication_of, kernels_of
+from selftest_steps import Plan, measure
 
+CASES = ("DP", "EP", "TP")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 CHUNKS = ("--tp-comm-overlap",)
 GATHER, DISPATCH = "--fp8-param-gather", "--moe-fp8-dispatch"
@@ -22,34 +23,40 @@ NOISE = 0.97
 """Least speed of a step that should not be slower."""
 FASTER_AT_8 = 1.25
 """Least speed of the best FP8 step of the Llama to the best BF16 step, on eight GPUs."""
+TRAFFIC = {"gather_mib": ("gather", "dp"), "deal_mib": ("deal", "ep")}
+"""Columns of a row, and what the meter calls it."""
+SHORT = Plan(warmup=2, alone=1, rounds=2, block=1, profiled=1)
+"""On the CPU, which only proves that it runs."""
 
 
 @dataclass
 class Speed:
-    """Measures, and knows what it has measured. rows: by case, recipe and flags."""
+    """Measures, and knows what it has measured. rows: by case, recipe and flags. cases: those that are measured."""
 
     runner: Runner
     n: int
+    cases: tuple[str, ...] = CASES
     rows: dict[tuple[str, str, Flags], dict] = field(default_factory=dict)
 
-    def cases(self) -> dict[str, tuple[Flags, bool, Flags]]:
-        """Name -> model, whether it has experts, layout."""
+    def layout(self, case: str) -> tuple[Flags, bool, Flags]:
+        """Model, whether it has experts, layout."""
         n = self.n
         return {
             "DP": (LLAMA_8B, False, ZERO1),
             "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1)),
             "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
-        }
+        }[case]
 
     def variants(self) -> list[tuple[str, str, Flags]]:
         """(case, recipe, flags), what matters most first."""
-        return [
+        found = [
             *(("DP", "bf16", OVERLAP), ("DP", "blockwise", OVERLAP), ("DP", "blockwise", (*OVERLAP, GATHER))),
             *(("EP", "bf16", ()), ("EP", "blockwise", ()), ("EP", "blockwise", (DISPATCH,))),
             *(("TP", "bf16", CHUNKS), ("TP", "blockwise", CHUNKS), ("TP", "bf16", ()), ("TP", "blockwise", ())),
             *(("DP", "bf16", ()), ("DP", "blockwise", ())),
             *(("DP", "tensorwise", (*OVERLAP, GATHER)), ("TP", "tensorwise", CHUNKS)),
         ]
+        return [variant for variant in found if variant[0] in self.cases]
 
     def checks(self, recipes: list[str]) -> Iterator[Check]:
         for case, recipe, extra in self.variants():
@@ -61,37 +68,43 @@ class Speed:
                     partial(self.measure, case, recipe, extra),
                 )
 
-    def measure(self, case: str, recipe: str, extra: Flags) -> dict:
-        """Tokens a second (median of the last three steps), and the rest of the row, a step."""
+    def flags(self, case: str, recipe: str, extra: Flags) -> Flags:
         runner = self.runner
-        large, experts, layout = self.cases()[case]
+        large, experts, layout = self.layout(case)
         base = [flag for flag in model_flags(runner.device, runner.folder) if flag != "--deterministic-mode"]
         shape = large if runner.device == "cuda" else MOE if experts else ()
-        with kernels_of(runner.device) as kernels:
-            lines = runner.train((*base, *MODELS["dense"], *shape, *RECIPES[recipe], *layout, *extra))
-        steps = lines[-3:]
-        speed = statistics.median(line["tokens_per_second"] for line in steps)
-        row = {"tokens_per_second": speed, "step_ms": statistics.median(line["elapsed_ms"] for line in steps)}
-        for kind, axis in (("gather", "dp"), ("deal", "ep")):
-            if size := runner.meter.bytes[kind, axis]:
-                row[f"{kind}_mib"] = size / len(lines) / 2**20
-        row |= communication_of(kernels, sum(line["elapsed_ms"] for line in steps), len(steps))
-        self.rows[case, recipe, extra] = row
-        if bf16 := [found["tokens_per_second"] for (c, r, _), found in self.rows.items() if (c, r) == (case, "bf16")]:
-            row["to_bf16"] = speed / max(bf16)
-        return row | self.verdict(case, recipe, extra)
+        return *base, *MODELS["dense"], *shape, *RECIPES[recipe], *layout, *extra
 
-    def verdict(self, case: str, recipe: str, extra: Flags) -> dict:
-        """On the CPU only that it runs."""
-        row, switch = self.rows[case, recipe, extra], next((flag for flag in extra if flag in WIRES), None)
-        off = self.rows.get((case, recipe, tuple(flag for flag in extra if flag != switch)))
-        if self.runner.device == "cpu":
-            return {"passed": True}
+    def measure(self, case: str, recipe: str, extra: Flags) -> dict:
+        """The row of a variant; one with a switch takes turns with itself without it, whose row is `off`."""
+        switch = next((flag for flag in extra if flag in WIRES), None)
+        runs = {"on": self.flags(case, recipe, extra)}
+        if switch is not None:
+            off = tuple(flag for flag in extra if flag != switch)
+            runs = {"off": self.flags(case, recipe, off)} | runs
+        plan = Plan() if self.runner.device == "cuda" else SHORT
+        found = {name: columns(row) for name, row in measure(self.runner, runs, plan).items()}
+        row = self.rows[case, recipe, extra] = found["on"]
+        if bf16 := [r["tokens_per_second"] for (c, name, _), r in self.rows.items() if (c, name) == (case, "bf16")]:
+            row["to_bf16"] = row["tokens_per_second"] / max(bf16)
+        verdict = {"passed": True}
+        if switch is not None:
+            verdict = on_the_wire(switch, found["off"], row) | {"off": found["off"]}
         if self.n == 8 and recipe == "tensorwise":  # the last of its case
-            best = max(found.get("to_bf16", 0.0) for (c, r, _), found in self.rows.items() if c == case and r != "bf16")
-            return {"best_to_bf16": best, "passed": best >= FASTER_AT_8}
-        if switch is None or off is None:
-            return {"passed": True}
-        kind, share = WIRES[switch]
-        found = {"bytes_to_off": row[kind] / off[kind], "speed_to_off": off["step_ms"] / row["step_ms"]}
-        return found | {"passed": found["bytes_to_off"] <= share and found["speed_to_off"] >= NOISE}
+            best = max(r.get("to_bf16", 0.0) for (c, name, _), r in self.rows.items() if c == case and name != "bf16")
+            verdict |= {"best_to_bf16": best, "passed": verdict["passed"] and best >= FASTER_AT_8}
+        return row | verdict | ({"passed": True} if self.runner.device == "cpu" else {})
+
+
+def columns(row: dict) -> dict:
+    """A row of `measure` with the traffic that counts here."""
+    traffic = row.pop("traffic")
+    return row | {name: traffic[key] / 2**20 for name, key in TRAFFIC.items() if key in traffic}
+
+
+def on_the_wire(switch: str, off: dict, on: dict) -> dict:
+    """What a switch saves of a step's bytes, and its speed: the median of rounds in which both ran."""
+    kind, share = WIRES[switch]
+    speed = statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))
+    found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed}
+    return found | {"passed": found["bytes_to_off"] <= share and speed >= NOISE}

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from selftest_checks import PARTS, every_check, machine, references
 from selftest_runs import RECIPES, Runner
+from selftest_speed import CASES
 
 GONE = 75
 """Exit code of a process that gave up a check."""
@@ -75,12 +77,13 @@ def run_checks(args: argparse.Namespace, rows: Rows) -> None:
     dist.barrier(device_ids=[torch.cuda.current_device()] if args.device == "cuda" else None)  # all have read
     if rank == 0:
         rows.add({"machine": machine(args.device, n)})
-    for part, name, check in every_check(runner, n, args.parts, args.recipes, elements):
+    for part, name, check in every_check(runner, n, args.parts, args.recipes, elements, args.cases):
         if name in begun:
             continue
         print(f"--- {name}", flush=True)
         if rank == 0:
             rows.add({"begin": name, "part": part})
+        start = time.monotonic()
         with limited(args.check_seconds, rows, name):
             try:
                 row = check()
@@ -92,7 +95,7 @@ def run_checks(args: argparse.Namespace, rows: Rows) -> None:
                 sys.stdout.flush()
                 os._exit(GONE)
         if rank == 0:
-            rows.add({"name": name} | row)
+            rows.add({"name": name, "seconds": round(time.monotonic() - start, 1)} | row)
     if rank == 0:
         rows.add({"end": True})
 
@@ -116,6 +119,7 @@ def main() -> int:
     parser.add_argument("--lane", default="0", help="name of the files of this job")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="of the part speed")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of a collective's buffer (default 2^26)")
     parser.add_argument("--check-seconds", type=float, default=60.0, help="longest time of a check")
     args = parser.parse_args()

@@ -117,6 +117,7 @@ REFUSED = (
     *refused("is the old spelling; use --micro-batch-size", "--batch-size X"),
     *refused("is the old spelling; use --lr-warmup-fraction", "--warmup X"),
     *refused("is the old spelling; use --recompute-granularity full", "--checkpoint-activations"),
+    *refused("is the old spelling; use --cuda-graph-impl local", "--enable-cuda-graph", "--external-cuda-graph"),
     *refused("is another project's spelling; use --qk-head-dim", "--qk-nope-head-dim X"),
     *refused("is another project's spelling; use --qk-pos-emb-head-dim", "--qk-rope-head-dim X"),
     *refused(
@@ -174,8 +175,6 @@ NOT_YET = (
     *not_yet("gather overlapped with the update", "--overlap-param-gather-with-optimizer-step", needs_ranks=True),
     *not_yet("comparison of weights over ranks", "--check-weight-hash-across-dp-replicas-interval X", needs_ranks=True),
     *not_yet("a batch size of its own for evaluation", "--eval-global-batch-size X"),
-    *not_yet("CUDA graphs", "--cuda-graph-impl X", harmless=["none"]),
-    *not_yet("CUDA graphs", "--cuda-graph-modules X...", "--cuda-graph-scope X...", "--enable-cuda-graph"),
     *not_yet("flags read from a checkpoint", "--use-checkpoint-args"),
 )
 

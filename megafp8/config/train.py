@@ -85,6 +85,21 @@ class TrainConfig:
         "Run LM head and loss on so many parts of a microbatch's tokens in turn, and again in backward: logits of one "
         "part exist at a time, for one more product of the head.",
     )
+    cuda_graph_impl: str = flag(
+        "none",
+        "Launch transformer layers from CUDA graphs, one a layer and pass: small microbatches wait for the host "
+        "otherwise (docs/conversions.md).",
+        choices=("none", "local", "transformer_engine", "full_iteration"),
+    )
+    cuda_graph_modules: tuple[str, ...] = flag(
+        (),
+        "What a CUDA graph covers: whole layers, which is also the default; other parts are refused.",
+        aliases=("--cuda-graph-scope",),
+        nargs="*",
+        metavar="MODULE",
+        shown_default="whole layers",
+    )
+    cuda_graph_warmup_steps: int = flag(3, "Steps without CUDA graphs before they are recorded.")
     deterministic_mode: bool = flag(False, "Only deterministic kernels: the same run twice gives the same bits.")
     device: str = flag("auto", "Where to run; auto takes a GPU when there is one.", choices=("auto", "cpu", "cuda"))
     dry_run: bool = flag(False, "Print configuration, module precisions, parameters and memory, and stop.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -23,10 +24,12 @@ def _kernels() -> tuple[ModuleType, ModuleType] | None:
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`reference.dequantize`."""
+    """`reference.dequantize`, of one operand or of a stack of them, `[G, M, K]` with scales `[G, ...]`."""
     kernels = _kernels() if data.is_cuda else None
     if kernels is not None and kernels[0].supports(data, scale_inv):
         return kernels[0].dequantize(data, scale_inv, tile, dtype)
+    if data.dim() == 3:
+        return torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scale_inv, strict=True)])
     return reference.dequantize(data, scale_inv, tile, dtype)
 
 
@@ -38,16 +41,18 @@ def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     return kernels[1].transpose(data), (scale_inv if tile.kind == "tensor" else scale_inv.t())
 
 
+def transpose(data: Tensor) -> Tensor:
+    """`reference.transpose`."""
+    kernels = _kernels() if data.is_cuda else None
+    return reference.transpose(data) if kernels is None else kernels[1].transpose(data)
+
+
 def transpose_each(data: Tensor) -> Tensor:
     """`reference.transpose` of each of `[G, N, K]`: `[G, K, N]`."""
-    out = torch.empty(data.shape[0], data.shape[2], data.shape[1], dtype=data.dtype, device=data.device)
     kernels = _kernels() if data.is_cuda else None
-    if kernels is None:
-        out.view(torch.uint8).copy_(data.view(torch.uint8).transpose(1, 2))
-        return out
-    for source, target in zip(data, out, strict=True):
-        kernels[1].transpose(source, target)
-    return out
+    if kernels is not None:
+        return kernels[1].transpose(data)
+    return data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
@@ -59,6 +64,23 @@ def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[
 
 
 @cache
+def _fresh_zeros() -> Callable[[int, torch.dtype, torch.device], Tensor] | None:
+    try:
+        from megafp8.kernels.zeros import zeros
+    except ImportError:
+        return None
+    return zeros
+
+
+def zero(device: torch.device, count: int = 1) -> Tensor:
+    """FP32 [count], zeros, on the current stream: places for amaxes."""
+    make = _fresh_zeros() if device.type == "cuda" else None
+    if make is None:
+        return torch.zeros(count, dtype=torch.float32, device=device)
+    return make(count, torch.float32, device)
+
+
+@cache
 def row_kernels() -> ModuleType | None:
     """Rows copied and summed by index; None where Triton is not installed."""
     try:
@@ -66,6 +88,32 @@ def row_kernels() -> ModuleType | None:
     except ImportError:
         return None
     return permute
+
+
+@cache
+def _expert_kernels() -> ModuleType | None:
+    try:
+        from megafp8.kernels import quantize_experts
+    except ImportError:
+        return None
+    return quantize_experts
+
+
+def expert_kernels(x: Tensor, block: int) -> ModuleType | None:
+    """Kernels for one scale an expert; None where there are none for `x`, or for experts that begin at multiples of
+    `block` rows."""
+    kernels = _expert_kernels() if x.is_cuda else None
+    return kernels if kernels is not None and block % kernels.ALIGNMENT == 0 else None
+
+
+def pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    """Rows `index` (int64) of `x [T, K]`, `fill` where that is negative."""
+    kernels = row_kernels() if x.is_cuda and not fill else None
+    if kernels is not None and len(x) and kernels.supports(x):
+        return kernels.spread(x, index)
+    if not len(x):
+        return x.new_full((len(index), *x.shape[1:]), fill)
+    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
 
 
 def together(data: Tensor) -> Tensor:

@@ -44,7 +44,18 @@ class DelayedScaling:
         self._history = torch.zeros(recipe.amax_history_len, count, dtype=torch.float32, device=device)
         self._columns: dict[tuple[str, ...], Tensor] = {}
         self._steps = 0
-        self._set_scales(torch.ones(count, dtype=torch.float32, device=device))
+        self._scales = torch.empty(count, dtype=torch.float32, device=device)
+        self._cut_slots()
+        self._set_scales(torch.ones_like(self._scales))
+
+    def __setstate__(self, state: dict) -> None:
+        """A pickled view has memory of its own: what is written to it would not reach the history."""
+        self.__dict__.update(state)
+        self._cut_slots()
+        self._set_scales(self._scales)
+
+    def _cut_slots(self) -> None:
+        self._slots = list(self._history[0].split(1))
 
     @classmethod
     def of(cls, model: nn.Module) -> DelayedScaling | None:
@@ -60,8 +71,8 @@ class DelayedScaling:
         return cls(fmax, recipes.pop(), linears[0].weight.device, experts)
 
     def _set_scales(self, scales: Tensor) -> None:
-        self._scales = scales
-        self._views = list(scales.split(1))  # one object a step and tensor: Weight compares them by identity
+        self._scales.copy_(scales)  # in place, as the history is rolled: CUDA graphs read and write them there
+        self._views = list(self._scales.split(1))  # one object a step and tensor: Weight compares them by identity
         self._together: dict[tuple[str, ...], Tensor] = {}  # the same of several
 
     def names(self) -> Iterable[str]:
@@ -74,8 +85,12 @@ class DelayedScaling:
 
     def record(self, name: str, amax: Tensor) -> None:
         """Max-accumulates an amax (FP32, one element) of this step."""
-        slot = self._history[0, self._index[name] : self._index[name] + 1]
+        slot = self.slot(name)
         torch.maximum(slot, amax.view(1), out=slot)
+
+    def slot(self, name: str) -> Tensor:
+        """Where this step's amax is max-accumulated, FP32 [1], for kernels that do so themselves."""
+        return self._slots[self._index[name]]
 
     def scales(self, names: tuple[str, ...]) -> Tensor | None:
         """`scale` of several tensors, FP32 [len(names)]: one object a step."""
@@ -125,7 +140,7 @@ class DelayedScaling:
         if recipe.power_of_two_scales:
             scales = power_of_two_floor(scales)
         self._set_scales(torch.where(amax == 0, self._scales, scales))
-        self._history = self._history.roll(-1, 0)
+        self._history.copy_(self._history.roll(-1, 0))
         self._history[0] = 0
         self._steps += 1
 

@@ -8,6 +8,7 @@ the bits of FP32 numbers.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -146,6 +147,17 @@ class OperandSpec:
     tile: Tile
     scale: Scale
     amax_epsilon: float = 0.0
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.format, self.tile, self.scale, self.amax_epsilon))
+
+    def __hash__(self) -> int:
+        """Worked out once: every launch of a kernel is looked up by its spec."""
+        return self._hash
+
+    def __reduce__(self) -> tuple:
+        return OperandSpec, (self.format, self.tile, self.scale, self.amax_epsilon)  # hashes are a process's own
 
     def scale_and_inverse(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """From FP32 amaxes: the FP32 multiplier of the elements, and scale_inv as it is stored."""

@@ -15,17 +15,17 @@ that: `needs` says which orientations the GEMMs of a device want.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from megafp8.fp8 import gemm_speed, reference, scaled_mm, triton_gemm
+from megafp8.fp8 import decoded_gemm, gemm_speed, reference, scaled_mm, triton_gemm
+from megafp8.fp8.expert_parts import tokens_of, weights_of
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+from megafp8.fp8.storage import QuantizedStorage
 from megafp8.fp8.wgrad import put
 
 log = logging.getLogger(__name__)
@@ -46,13 +46,14 @@ class Capability:
 
     cublaslt: FP8 GEMMs of cuBLASLt. triton: what the project's kernels need (TMA). any_layout: tensorwise operands need
     not be K-major. native_mxfp8: block-scaled tensor cores, which run blockwise with power-of-two scales as well.
-    name: of the device, as `torch.cuda.get_device_name` says.
+    grouped_bf16: `torch._grouped_mm` is one kernel of the device. name: of it, as `torch.cuda.get_device_name` says.
     """
 
     cublaslt: bool = False
     triton: bool = False
     any_layout: bool = False
     native_mxfp8: bool = False
+    grouped_bf16: bool = False
     name: str = ""
 
 
@@ -63,7 +64,8 @@ def capability(device: torch.device) -> Capability:
         return Capability()
     sm, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     blackwell = sm[0] == 10
-    return Capability(sm >= (8, 9), sm >= (9, 0), any_layout=blackwell, native_mxfp8=blackwell, name=name)
+    options = {"any_layout": blackwell, "native_mxfp8": blackwell, "grouped_bf16": sm == (9, 0), "name": name}
+    return Capability(sm >= (8, 9), sm >= (9, 0), **options)
 
 
 def needs(recipe: Recipe, role: str, device: torch.device) -> dict[str, str]:
@@ -241,22 +243,10 @@ def _choose(
 ) -> tuple[str, str]:
     """The backend that multiplies, and why no faster one does. ValueError if `backend` is asked for and can't."""
     device = a.data.device
-    can = capability(device)
-    reasons, able, kind = _refusals(can, device, _kind(a), _kind(b), out_dtype, backend)
-    if backend in reasons:
-        if backend not in able:
-            raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
-        return backend, ""
-    if backend == "reference" or not able:
-        return "reference", reasons["cublaslt"] or ""
-    if len(able) == 1:
-        return able[0], ""
-    weight = tuple(b.data.shape)
-    if fast:
-        kind = f"{kind} fast"
-    if accumulates:
-        kind, weight = f"{kind}+=", (a.data.shape[0], b.data.shape[0])
-    return gemm_speed.fastest(can.name, kind, weight, able), ""
+    weight = (a.data.shape[0], b.data.shape[0]) if accumulates else tuple(b.data.shape)
+    return _choice(
+        capability(device), device, _kind(a), _kind(b), out_dtype, backend, weight, accumulates=accumulates, fast=fast
+    )
 
 
 _Kind = tuple[torch.dtype, str, int, bool]
@@ -269,11 +259,36 @@ def _kind(s: QuantizedStorage) -> _Kind:
 
 
 @cache
+def _choice(
+    can: Capability,
+    device: torch.device,
+    a: _Kind,
+    b: _Kind,
+    out_dtype: torch.dtype,
+    backend: str,
+    weight: tuple[int, int],
+    *,
+    accumulates: bool,
+    fast: bool,
+) -> tuple[str, str]:
+    """`_choose` for operands of these kinds: asked for every GEMM, so answered once."""
+    reasons, able, kind = _refusals(can, device, a, b, out_dtype, backend)
+    if backend in reasons:
+        if backend not in able:
+            raise ValueError(f"gemm backend {backend!r}: {reasons[backend]}: use 'auto'")
+        return backend, ""
+    if backend == "reference" or not able:
+        return "reference", reasons["cublaslt"] or ""
+    if len(able) == 1:
+        return able[0], ""
+    kind = f"{kind} fast" if fast else kind
+    return gemm_speed.fastest(can.name, f"{kind}+=" if accumulates else kind, weight, able), ""
+
+
 def _refusals(
     able: Capability, device: torch.device, a: _Kind, b: _Kind, out_dtype: torch.dtype, backend: str
 ) -> tuple[dict[str, str | None], tuple[str, ...], str | None]:
-    """Backend -> why it can't multiply operands of these kinds, None where it can; those that can; the kind of GEMM.
-    Asked for every GEMM, so answered once."""
+    """Backend -> why it can't multiply operands of these kinds, None where it can; those that can; the kind of GEMM."""
     if backend not in BACKENDS:
         raise ValueError(f"gemm backend {backend!r}: use one of {', '.join(BACKENDS)}")
     a, b = (_example(kind, device) for kind in (a, b))
@@ -320,11 +335,14 @@ def _multiply_grouped(
     """`out[t] = A[t] @ B[g].T`, A `[T, K]`, B `[G, N, K]`."""
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able)
-    if _runs_grouped(a, b, triton_gemm.refuses_grouped(a, b, out_dtype, able.native_mxfp8), backend):
+    reason = triton_gemm.refuses_grouped(a, b, out_dtype, able.native_mxfp8)
+    if _decodes(a, b, reason, backend) and decoded_gemm.suits_grouped(a, b, out_dtype):
+        return decoded_gemm.matmul_grouped(a, b, ends, out_dtype)
+    if _runs_grouped(a, b, reason, backend):
         return triton_gemm.matmul_grouped(a, b, ends, out_dtype, fast)
     out = torch.empty(a.data.shape[0], b.data.shape[1], dtype=out_dtype, device=a.data.device)
     start = 0
-    for part, weight, end in zip(_tokens(a, ends, 0), _experts(b), ends.tolist(), strict=True):
+    for part, weight, end in zip(tokens_of(a, ends, 0), weights_of(b), ends.tolist(), strict=True):
         out[start:end] = _multiply(part, weight, None, out_dtype, backend, fast=fast)
         start = end
     return out
@@ -336,14 +354,23 @@ def _wgrad_grouped(
     """`out[g] (+)= A[:, tokens of g] @ B[:, tokens of g].T`, A `[N, T]`, B `[K, T]`."""
     able = capability(a.data.device)
     a, b = _rewritten(a, b, backend, able, alignment)
-    if _runs_grouped(a, b, triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8), backend):
+    reason = triton_gemm.refuses_wgrad_grouped(a, b, able.native_mxfp8)
+    if _runs_grouped(a, b, reason, backend):
         return triton_gemm.wgrad_grouped(a, b, ends, out, alignment, adds)
     if out is None:
         out, adds = torch.empty(len(ends), a.data.shape[0], b.data.shape[0], device=a.data.device), False
     assert out.dtype == torch.float32
-    for index, (part_a, part_b) in enumerate(zip(_tokens(a, ends, 1), _tokens(b, ends, 1), strict=True)):
+    for index, (part_a, part_b) in enumerate(zip(tokens_of(a, ends, 1), tokens_of(b, ends, 1), strict=True)):
         _multiply(part_a, part_b, None, torch.float32, backend, out[index], adds=adds)
     return out
+
+
+def _decodes(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, backend: str) -> bool:
+    """Whether operands in MXFP8, which the device can't multiply for that `reason`, had best be decoded first."""
+    if backend != "auto" or not capability(a.data.device).grouped_bf16 or not triton_gemm.decodes(a, b, reason):
+        return False
+    _say_emulated(reason)
+    return True
 
 
 def _runs_grouped(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, backend: str) -> bool:
@@ -359,32 +386,6 @@ def _runs_grouped(a: QuantizedStorage, b: QuantizedStorage, reason: str | None, 
         _say_emulated(reason)
         return True
     return backend in ("auto", "triton") and not reason and able.triton
-
-
-def _tokens(storage: QuantizedStorage, ends: Tensor, dim: int) -> Iterator[QuantizedStorage]:
-    """Each expert's tokens, which lie along `dim`. Waits for the device."""
-    start = tile = 0
-    for index, end in enumerate(ends.tolist()):
-        data = storage.data.narrow(dim, start, end - start)
-        if storage.tile.kind == "tensor":
-            scale_inv = storage.scale_inv[index : index + 1]
-        elif dim == 0:
-            scale_inv = storage.scale_inv[start:end]
-        else:
-            tiles = -(-(end - start) // storage.tile.block)
-            scale_inv = storage.scale_inv.narrow(dim, tile, tiles)
-            tile += tiles
-        scale_inv = gemm_layout(scale_inv, storage.tile)
-        yield QuantizedStorage(data, scale_inv, storage.tile, storage.scale, storage.orientation)
-        start = end
-
-
-def _experts(weight: QuantizedStorage) -> Iterator[QuantizedStorage]:
-    """Each expert's weight."""
-    for index in range(weight.data.shape[0]):
-        scale_inv = weight.scale_inv[index : index + 1] if weight.tile.kind == "tensor" else weight.scale_inv[index]
-        scale_inv = gemm_layout(scale_inv, weight.tile)
-        yield QuantizedStorage(weight.data[index], scale_inv, weight.tile, weight.scale, weight.orientation)
 
 
 @cache

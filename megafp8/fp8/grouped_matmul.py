@@ -2,7 +2,8 @@
 
 Tokens are sorted by expert in one buffer; ends: int32 `[G]` on the device, one past each expert's last token. BF16 on
 GPUs runs in `torch._grouped_mm`, which waits for nothing; all else in a loop over experts. Rows past the last end are
-not read, and hold anything in results.
+not read, and hold anything in results. Where there are no rows at all, as on an expert-parallel rank that no token goes
+to, nobody is asked to multiply.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ def fprop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _grouped(x, weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
     y = x.new_empty(x.shape[0], weight.shape[1])
+    if not len(x):
+        return y
     for index, rows in enumerate(_rows(ends)):
         y[rows] = x[rows] @ weight[index].t()
     return y
@@ -28,6 +31,8 @@ def dgrad(grad_output: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _grouped(grad_output, weight.shape[1:]):
         return torch._grouped_mm(grad_output, weight, offs=ends)
     dx = grad_output.new_empty(grad_output.shape[0], weight.shape[2])
+    if not len(dx):
+        return dx
     for index, rows in enumerate(_rows(ends)):
         dx[rows] = grad_output[rows] @ weight[index]
     return dx
@@ -41,6 +46,8 @@ def wgrad(grad_output: Tensor, x: Tensor, ends: Tensor, out: Tensor | None = Non
     """
     if out is None:
         out, adds = torch.empty(len(ends), grad_output.shape[1], x.shape[1], device=x.device), False
+    if not len(x):
+        return out if adds else out.zero_()
     if _grouped(x, out.shape[1:]):
         return put(torch._grouped_mm(grad_output.t(), x, offs=ends), out, adds)
     for index, rows in enumerate(_rows(ends)):
@@ -49,8 +56,8 @@ def wgrad(grad_output: Tensor, x: Tensor, ends: Tensor, out: Tensor | None = Non
 
 
 def _grouped(x: Tensor, features: tuple[int, ...]) -> bool:
-    """Whether `torch._grouped_mm` takes these operands: it wants rows of a multiple of 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in features)
+    """Whether `torch._grouped_mm` takes these operands: it wants rows of a multiple of 16 bytes, and some."""
+    return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and not any(n % 8 for n in features)
 
 
 def _rows(ends: Tensor) -> list[slice]:

@@ -3,7 +3,7 @@
 A row is quantized by itself, whatever its neighbours, so it may be quantized before it is copied to its expert, before
 it travels or after: the bytes are the same. The colwise copy is made where the rows lie by expert. It is derived from
 the bytes wherever they could have travelled (power-of-two scales, 1D tiles), so that it doesn't depend on whether they
-did; else it comes from the values.
+did; else it comes from the values. Where each expert has one scale rows are quantized where they lie by expert, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import backend
+from megafp8.fp8.expert_scales import Groups
 from megafp8.fp8.formats import Scale
+from megafp8.fp8.producer import Want
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
 from megafp8.fp8.tensor import QuantizedTensor
@@ -25,12 +27,14 @@ class RowSpec:
     """What a grouped linear wants of the rows it is given.
 
     quantizer: None for high precision. colwise: backward needs that copy. alignment: each expert's rows begin at a
-    multiple of it, rows of zeros between; None: experts run one by one.
+    multiple of it, rows of zeros between; None: experts run one by one. each: where each expert has one scale, of all
+    its rows, how they are wanted (but for where they lie).
     """
 
     quantizer: Quantizer | None = None
     colwise: bool = False
     alignment: int | None = None
+    each: Want | None = None
 
 
 def travels(quantizer: Quantizer) -> bool:
@@ -40,44 +44,48 @@ def travels(quantizer: Quantizer) -> bool:
 
 
 def take_rows(
-    x: Tensor | QuantizedStorage, index: Tensor, spec: RowSpec, dtype: torch.dtype, *, derives: bool = True
+    x: Tensor | QuantizedStorage,
+    index: Tensor,
+    spec: RowSpec,
+    dtype: torch.dtype,
+    ends: Tensor | None = None,
+    *,
+    derives: bool = True,
 ) -> Tensor | QuantizedTensor:
     """Rows `index` (int64 [R]; -1: zeros) of `x` [T, K], high precision or rowwise FP8, as `spec` wants them.
 
-    derives: the colwise copy comes from the bytes where those could have travelled; else it comes from the values.
+    ends: int32 [G], one past each expert's last row; only `spec.each` asks for it. derives: the colwise copy comes from
+    the bytes where those could have travelled; else it comes from the values.
     """
     quantizer = spec.quantizer
+    if spec.each is not None:
+        x = x if isinstance(x, Tensor) else x.dequantize(dtype)
+        want = spec.each.of_experts(Groups(ends, len(index), spec.alignment)).measuring(x.device)
+        quantized = want.quantize(x, index)
+        want.measured()
+        return QuantizedTensor(quantized, dtype)
     if quantizer is None:
-        return _pick(x if isinstance(x, Tensor) else x.dequantize(dtype), index)
+        return backend.pick(x if isinstance(x, Tensor) else x.dequantize(dtype), index)
     derived = derives and travels(quantizer)
     source = x if isinstance(x, Tensor) else (x.data, x.scale_inv)
     if (pair := backend.pick_and_quantize(source, index, quantizer.spec, spec.colwise, derived)) is not None:
         row, col = quantizer.store(pair[0], "rowwise"), quantizer.store(pair[1], "colwise")
         return QuantizedTensor(Quantized(row, col), dtype)
     if isinstance(x, Tensor) and not derived:
-        return QuantizedTensor(quantizer.quantize(_pick(x, index), True, spec.colwise), dtype)
+        return QuantizedTensor(quantizer.quantize(backend.pick(x, index), True, spec.colwise), dtype)
     stored = quantizer.quantize(x, rowwise=True).rowwise if isinstance(x, Tensor) else x
     rows = _pick_stored(stored, index, quantizer)
     return QuantizedTensor(Quantized(rows, quantizer.derive_colwise(rows) if spec.colwise else None), dtype)
 
 
-def _pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
-    kernels = backend.row_kernels() if x.is_cuda and not fill else None
-    if kernels is not None and len(x) and kernels.supports(x):
-        return kernels.spread(x, index)
-    if not len(x):
-        return x.new_full((len(index), *x.shape[1:]), fill)
-    return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
-
-
 def _pick_stored(x: QuantizedStorage, index: Tensor, quantizer: Quantizer) -> QuantizedStorage:
     """Rows of 1D-tiled storage; what is filled up has the bytes and scales of zeros."""
-    data = _pick(x.data.view(torch.uint8), index).view(x.data.dtype)
+    data = backend.pick(x.data.view(torch.uint8), index).view(x.data.dtype)
     if x.scale is Scale.E8M0:
-        scale_inv = _pick(x.scale_inv.view(torch.uint8), index).view(x.scale_inv.dtype)
+        scale_inv = backend.pick(x.scale_inv.view(torch.uint8), index).view(x.scale_inv.dtype)
     else:
         of_zeros = quantizer.scales(torch.zeros(1))[1].item()  # the scale of the floor under amaxes, if there is one
-        scale_inv = gemm_layout(_pick(x.scale_inv, index, of_zeros), x.tile)
+        scale_inv = gemm_layout(backend.pick(x.scale_inv, index, of_zeros), x.tile)
     return QuantizedStorage(data, scale_inv, x.tile, x.scale, x.orientation)
 
 

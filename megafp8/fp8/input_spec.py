@@ -65,8 +65,10 @@ class Scaling:
             return None
         if history is None:
             return self._plain_wants[rowwise, colwise]
-        note = partial(history.record, self.name) if record else None
-        return Want(self.quantizer, rowwise, colwise, scale=scale, record=note)
+        if scale is None:  # a history's first step
+            note = partial(history.record, self.name) if record else None
+            return Want(self.quantizer, rowwise, colwise, record=note)
+        return Want(self.quantizer, rowwise, colwise, scale=scale, amax_out=history.slot(self.name) if record else None)
 
     def measures(self, step: StepContext | None) -> bool:
         """Whether the scale comes from the tensor's own amax, which this rank has whole: then it can be kept."""
@@ -103,14 +105,17 @@ class Scaling:
                 return quantize_features(self.quantizer, x, self.grid, rowwise, colwise)
             return self.quantizer.quantize(x, rowwise, colwise)
         history, scale, amax = self.history(step), self.scale(step), None
-        records, shares = record and history is not None, scale is None and self.cut is not None
+        if scale is not None:  # amaxes are shared once a step, all of them together
+            slot = history.slot(self.name) if record else None
+            return self.quantizer.quantize(x, rowwise, colwise, scale=scale, amax_out=slot)
+        records, shares = record and history is not None, self.cut is not None
         if records or shares:
             amax = self.quantizer.amax(x)
         if shares:
             self.axis.max_(amax)
-        if records:  # with a scale from the history, amaxes are shared once a step, all of them together
+        if records:
             history.record(self.name, amax)
-        return self.quantizer.quantize(x, rowwise, colwise, amax=amax, scale=scale)
+        return self.quantizer.quantize(x, rowwise, colwise, amax=amax)
 
 
 @dataclass(frozen=True)

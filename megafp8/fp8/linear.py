@@ -68,9 +68,9 @@ class Linear(nn.Module):
             attach_spec(self.bias, bias_spec)
         self._own_weight()
 
-    def _own_weight(self) -> Weight:
+    def _own_weight(self, weight: nn.Parameter | None = None) -> Weight:
         """The owner of the weight's bytes; a new one where `to()` or `load_state_dict` replaced the parameter."""
-        owner, weight = self.__dict__.get("_owner"), self.weight
+        owner, weight = self.__dict__.get("_owner"), self.weight if weight is None else weight
         if owner is None or owner.param is not weight or owner.recipe is not self.recipe:
             history_name = f"{self.name}/weight" if self.recipe is not None and self.recipe.uses_history else None
             options = {"keep_transposed": self.keep_transposed, "comm": self.comm, "history_name": history_name}
@@ -78,12 +78,12 @@ class Linear(nn.Module):
             self._owner = weight.owner = owner
         return owner
 
-    def facts(self) -> LinearFacts | None:
+    def facts(self, weight: nn.Parameter | None = None) -> LinearFacts | None:
         """What follows from how the linear is now; None without a recipe."""
         recipe, comm, name = self.recipe, self.comm, self.name
         if recipe is None:
             return None
-        facts, device = self.__dict__.get("_facts"), self.weight.device
+        facts, device = self.__dict__.get("_facts"), (self.weight if weight is None else weight).device
         known = facts is not None and facts.recipe is recipe and facts.comm is comm
         if not known or facts.name != name or facts.device != device:
             facts = self._facts = LinearFacts(recipe, comm, name, device)
@@ -109,6 +109,13 @@ class Linear(nn.Module):
             comm=self.comm,
             place=scaling.place,
         )
+
+    def derive_weight(self, step: StepContext) -> None:
+        """Makes the weight's copies that a step's forward and backward ask for, if they are not there already."""
+        facts = self.facts()
+        if facts is not None:
+            scale = facts.scalings["weight", False].scale(step) if facts.uses_history else None
+            self._own_weight().derive(scale)
 
     @property
     def takes_producer(self) -> bool:
@@ -163,9 +170,9 @@ class Linear(nn.Module):
         weight, bias, step = self.weight, self.bias, self._step(step)
         autocast = torch.is_autocast_enabled(x.device.type)
         args = LinearArgs(
-            weight=self._own_weight(),
+            weight=self._own_weight(weight),
             recipe=self.recipe,
-            facts=self.facts(),
+            facts=self.facts(weight),
             step=step,
             name=self.name,
             requantize_input=self.requantize_input,

@@ -28,7 +28,7 @@ from megafp8.fp8.producer import Gradients, Tensors, Want
 from megafp8.fp8.shards import Operand
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 from megafp8.fp8.tensor import QuantizedTensor
-from megafp8.fp8.wgrad import Wgrad, deliver, deliver_wgrad, multiply_wgrad, sum_rows
+from megafp8.fp8.wgrad import Run, Wgrad, deliver, deliver_wgrad, multiply_wgrad, sum_rows
 
 
 def once(backward: Callable) -> Callable:
@@ -71,6 +71,7 @@ class LinearFunction(torch.autograd.Function):
             y = y + bias
         own, ctx.rebuild = to_save(kept if needs_wgrad else None)
         ctx.counts = len(own), len(made)
+        ctx.others = tuple([t if t.is_leaf else None for t in tensors])
         # The weight is saved so that PyTorch refuses a backward after it was written to.
         ctx.save_for_backward(weight, *own, *made, *tensors)
         return (y, source) if args.passes_on else y
@@ -94,7 +95,19 @@ class LinearFunction(torch.autograd.Function):
         # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
         dw = deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
         db = deliver(ctx.bias, sum_rows(dy), args.step) if needs_bias else None
-        return dx, dw, db, None, *(others or (None,) * (len(ctx.needs_input_grad) - 4))
+        return dx, dw, db, None, *_delivered(others, ctx)
+
+
+def _delivered(grads: tuple[Tensor | Run | None, ...], ctx) -> tuple[Tensor | None, ...]:
+    """Gradients of a producer's tensors for autograd. Those of parameters go where the weight's goes, on the way."""
+    if not grads:
+        return (None,) * len(ctx.others)
+    delivered = []
+    for grad, leaf, needed in zip(grads, ctx.others, ctx.needs_input_grad[4:], strict=True):
+        if grad is not None and not isinstance(grad, Tensor):
+            grad = deliver(leaf, grad, ctx.args.step) if needed and leaf is not None else grad(None, False)
+        delivered.append(grad)
+    return tuple(delivered)
 
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
@@ -119,7 +132,7 @@ class Measured(NamedTuple):
     amax: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Remade:
     """The input that a producer made, in backward. kept: of the value, in FP8; None: it is made again.
 
@@ -139,7 +152,8 @@ class Remade:
         if want is None or want.spec.tile.kind != "tensor":
             return want, self.made
         amax, made = (self.made[0], self.made[1:]) if want.keeps_amax else (None, self.made)
-        return Want(want.quantizer, rowwise, colwise, amax if want.scale is None else None, want.scale), made
+        amax = amax if want.scale is None else None
+        return Want(want.quantizer, rowwise, colwise, amax, want.scale, groups=want.groups), made
 
     def again(self) -> Tensor | QuantizedStorage:
         """The value for wgrad, without a gradient."""

@@ -1,8 +1,10 @@
 """The monitor: statistics of every quantized tensor of a training step, by linear and role, over all ranks.
 
 A step that is looked at gets `watch()` as its `StepContext.observer`; inputs and output gradients are seen as they are
-quantized, weights at the end of the step (`see_weights`). Then `report()` adds up over the ranks and gives one line an
-operand. Looking changes no bit of the run, and a step that nobody looks at costs nothing.
+quantized, weights at the end of the step (`see_weights`). Then `totals()` adds up over the ranks, on the device, and
+`report()` makes one line an operand of what the host has read of that: the one thing that it waits for, and the device
+may have something else to do meanwhile. Looking changes no bit of the run, and a step that nobody looks at costs
+nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.fp8.linear import Linear
-from megafp8.fp8.operand_stats import OperandStats, describe, drift
+from megafp8.fp8.operand_stats import COLUMNS, OperandStats, describe, drift
 from megafp8.fp8.recipe import ROLES
 from megafp8.fp8.storage import Quantized
-from megafp8.parallel import Axis, ParallelContext
+from megafp8.parallel import ParallelContext
 from megafp8.step import ScalingHistory
 
 Piece = tuple[str, int, Tensor]
@@ -35,11 +37,20 @@ def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Watch:
-    """One step's observer: stats by place, "<linear>/<role>"."""
+    """One step's observer: stats by place, "<linear>/<role>".
 
-    def __init__(self, places: Iterable[str], device: torch.device):
-        self.index = {place: row for row, place in enumerate(sorted(places))}
+    places: and whether each is an expert's. Their rows come last, so that either kind's are together.
+    """
+
+    def __init__(self, places: dict[str, bool], device: torch.device):
+        self.index = {place: row for row, place in enumerate(sorted(places, key=lambda place: (places[place], place)))}
         self.stats = OperandStats.empty(len(self.index), device)
+        self._experts = sum(places.values())
+
+    def kinds(self) -> tuple[slice, slice]:
+        """Rows of what is no expert's, and of what is."""
+        border = len(self.index) - self._experts
+        return slice(0, border), slice(border, len(self.index))
 
     def see(self, place: str, x: Tensor | None, quantized: Quantized) -> None:
         if place in self.index:
@@ -59,8 +70,9 @@ class Monitor:
 
     def watch(self) -> Watch:
         """The observer of a step to look at."""
-        names = quantized_modules(self._model)
-        return Watch((f"{name}/{role}" for name in names for role in ROLES), self._device)
+        modules = quantized_modules(self._model)
+        places = {f"{name}/{role}": _is_expert(module) for name, module in modules.items() for role in ROLES}
+        return Watch(places, self._device)
 
     @torch.no_grad()
     def see_weights(self, watch: Watch, scaling: ScalingHistory | None, masters: Iterable[Piece] = ()) -> None:
@@ -85,14 +97,29 @@ class Monitor:
                 row, values = watch.index[place], values.to(owner.param.dtype)
                 watch.stats.add_errors(row, values, owner.operand("fprop", scale), start)
 
-    def report(self, watch: Watch, iteration: int) -> list[dict[str, Any]]:
+    def totals(self, watch: Watch) -> Tensor:
+        """The stats over the ranks that hold the same modules, int64 [places, 9 + bins], on the device; nothing waits.
+
+        Bits of FP64 numbers: sums and largest ones; then the histogram's counts.
+        """
+        p, stats = self._parallel, watch.stats
+        for rows, axes in zip(watch.kinds(), ((p.tp, p.dp_cp), (p.etp, p.edp)), strict=True):
+            sums, largest, histogram = stats.sums[rows], stats.largest[rows], stats.histogram[rows]
+            for axis in axes if len(sums) else ():
+                axis.sum_(sums)
+                largest.copy_(axis.max_(largest.contiguous()))
+                axis.sum_(histogram)
+        return torch.cat([stats.sums.view(torch.int64), stats.largest.double().view(torch.int64), stats.histogram], 1)
+
+    def report(self, watch: Watch, totals: Tensor, iteration: int) -> list[dict[str, Any]]:
         """One line an operand, over all ranks, in the order of names; every rank calls it and gets the same lines.
 
-        Beside `describe`'s numbers: drift_octaves, since the step looked at before (None: there is none), and the
-        histogram of log2(scale_inv): `histogram_start`, the number of its first bin, and `histogram`, counts.
+        totals: those of the watch, on the host. Beside `describe`'s numbers: drift_octaves, since the step looked at
+        before (None: there is none), and the histogram of log2(scale_inv): `histogram_start`, the number of its first
+        bin, and `histogram`, counts.
         """
         lines = []
-        for place, (sums, largest, histogram) in self._over_all_ranks(watch).items():
+        for place, (sums, largest, histogram) in self._over_all_ranks(watch, totals).items():
             name, _, role = place.rpartition("/")
             before, first = self._before.get(place), min(histogram, default=0)
             self._before[place] = histogram
@@ -107,18 +134,12 @@ class Monitor:
             )
         return lines
 
-    def _over_all_ranks(self, watch: Watch) -> dict[str, tuple[list, list, dict[int, int]]]:
-        """Place -> stats. Ranks that hold the same modules add up in place; then stages and expert ranks exchange."""
-        p, modules = self._parallel, quantized_modules(self._model)
-        experts = {name for name, module in modules.items() if _is_expert(module)}
-        kinds = {True: ([], (p.etp, p.edp)), False: ([], (p.tp, p.dp_cp))}
-        for place, row in watch.index.items():
-            kinds[place.rpartition("/")[0] in experts][0].append((place, row))
-        merged: dict[str, tuple[list, list, dict[int, int]]] = {}
-        for kind, (rows, axes) in kinds.items():
-            own = _reduced(watch.stats, rows, axes)
-            for part in p.ep.exchange(own) if kind else [own]:
-                _merge(merged, part)
+    def _over_all_ranks(self, watch: Watch, totals: Tensor) -> dict[str, tuple[list, list, dict[int, int]]]:
+        """Place -> stats. Stages and expert ranks exchange what they have."""
+        p, own, merged = self._parallel, _unpacked(watch, totals), {}
+        alike, of_experts = (own[rows] for rows in watch.kinds())
+        for part in (alike, *p.ep.exchange(of_experts)):
+            _merge(merged, part)
         stages, merged = p.pp.exchange([[k, *v[:2], sorted(v[2].items())] for k, v in merged.items()]), {}
         for stage in stages:
             _merge(merged, stage)
@@ -130,20 +151,16 @@ def _is_expert(module: nn.Module) -> bool:
     return spec is not None and spec.expert
 
 
-def _reduced(stats: OperandStats, rows: list[tuple[str, int]], axes: Iterable[Axis]) -> list[list]:
-    """[place, sums, largest, (bin, count) pairs] of some rows, over the ranks of the axes; reads the device."""
-    if not rows:
-        return []
-    index = torch.tensor([row for _, row in rows], device=stats.sums.device)
-    sums, largest, histogram = stats.sums[index], stats.largest[index], stats.histogram[index]
-    for axis in axes:
-        axis.sum_(sums)
-        axis.max_(largest)
-        axis.sum_(histogram)
-    counts = histogram.cpu()
+def _unpacked(watch: Watch, totals: Tensor) -> list[list]:
+    """[place, sums, largest, (bin, count) pairs] of each row."""
+    numbers, counts = totals[:, : len(COLUMNS) + 3].view(torch.float64).tolist(), totals[:, len(COLUMNS) + 3 :]
+    pairs: list[list] = [[] for _ in numbers]
+    filled = counts.nonzero()
+    for (row, place), count in zip(filled.tolist(), counts[tuple(filled.t())].tolist(), strict=True):
+        pairs[row].append((place, count))
     return [
-        [place, s, m, [(i, int(c[i])) for i in c.nonzero().flatten().tolist()]]
-        for (place, _), s, m, c in zip(rows, sums.tolist(), largest.tolist(), counts, strict=True)
+        [place, number[: len(COLUMNS)], number[len(COLUMNS) :], pair]
+        for place, number, pair in zip(watch.index, numbers, pairs, strict=True)
     ]
 
 

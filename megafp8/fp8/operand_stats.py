@@ -1,14 +1,17 @@
 """What quantization did to one operand, in numbers that add up over microbatches and ranks.
 
-All is computed on the operand's device and nothing waits for it. Scales are all looked at; of the elements at most
-`SAMPLED`, in whole blocks of 128 rows spread evenly, because their fractions and energies need no more.
+All is computed on the operand's device and nothing waits for it, on GPUs by `kernels/operand_stats.py`, whose twin is
+here. Scales are all looked at; of the elements at most `SAMPLED`, in whole blocks of 128 rows spread evenly, because
+their fractions and energies need no more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -22,9 +25,29 @@ ROWS = 128  # of a sampled block: a multiple of every tile
 BINS_AN_OCTAVE, LOWEST, HIGHEST = 4, -128, 128
 BINS = (HIGHEST - LOWEST) * BINS_AN_OCTAVE
 """Of the histogram of log2(scale_inv)."""
+_QUARTERS = (1587185, 3474676, 5719293)  # the smallest FP32 mantissas of at least 2^(1/4), 2^(2/4), 2^(3/4)
 HALF_STEP = {"e4m3": 16.0, "e5m2": 4096.0}
-"""Half the distance between the largest finite values of a format: what is larger by more than that has saturated."""
+"""Half the distance between the largest finite values of a format."""
 COLUMNS = ("elements", "underflow", "saturated", "signal", "noise", "compared")
+
+
+def beyond(form: Format) -> float:
+    """What is larger, after scaling, has saturated: it lost more than rounding takes."""
+    return form.fmax + HALF_STEP[form.name]
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """None where Triton is not installed."""
+    try:
+        from megafp8.kernels import operand_stats
+    except ImportError:
+        return None
+    return operand_stats
+
+
+def _kernels_for(data: Tensor) -> ModuleType | None:
+    return _kernels() if data.is_cuda else None
 
 
 @dataclass
@@ -43,7 +66,7 @@ class OperandStats:
         """Of `count` operands that nobody has looked at: each field has a leading dimension."""
         return OperandStats(
             torch.zeros(count, len(COLUMNS), dtype=torch.float64, device=device),
-            torch.full((count, 3), -math.inf, device=device),
+            torch.full((count, 4), -math.inf, device=device)[:, :3],  # rows are aligned to 16 bytes
             torch.zeros(count, BINS, dtype=torch.int64, device=device),
         )
 
@@ -53,45 +76,73 @@ class OperandStats:
         storage = quantized.rowwise if quantized.rowwise is not None else quantized.colwise
         if storage.data.numel() == 0:
             return
-        if x is not None and storage.orientation == "colwise":
-            x = x.t()
-        self._add_scales(row, storage, x)
-        if x is None:
+        if x is not None:
+            x = x.detach() if storage.orientation == "rowwise" else x.detach().t()
+        kernels = _kernels_for(storage.data)
+        if kernels is None or not kernels.supports(x, storage):
+            self._add_plainly(row, x, storage)
             return
-        if storage.counts is not None:  # tiles restart at each expert
-            token_dim = 0 if storage.orientation == "rowwise" else 1
-            parts = zip(storage.experts(), x.detach().split(storage.counts, token_dim), strict=True)
-        else:
-            parts = [(storage, x.detach())]
-        for part, values in parts:
-            if values.numel():
-                sample, values = _sample(part, values)
-                self.sums[row] += compare(values, sample.dequantize(), _at_top(sample.data), sample.format)
+        for part, values in _parts(storage, x):
+            if part.scale_inv.numel():
+                kernels.look(self._place(kernels, row), values, part, beyond(part.format), SAMPLED)
 
+    @torch.no_grad()
     def add_errors(self, row: int, x: Tensor, storage: QuantizedStorage, start: int) -> None:
         """Adds elements `start` and on, flat, of an operand whose scales have been added: x [n], in high precision."""
+        kernels = _kernels_for(storage.data)
+        if kernels is not None and storage.data.is_contiguous() and kernels.supports(None, storage):
+            kernels.look_at_errors(self._place(kernels, row), x, storage, beyond(storage.format), start)
+            return
         place = slice(start, start + x.numel())
         values, top = storage.dequantize().view(-1)[place], _at_top(storage.data).view(-1)[place]
         self.sums[row] += compare(x, values, top, storage.format)
 
+    def _place(self, kernels: ModuleType, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.Row(self.sums[row], self.largest[row], self.histogram[row])
+
+    def _add_plainly(self, row: int, x: Tensor | None, storage: QuantizedStorage) -> None:
+        """The kernels' twin."""
+        self._add_scales(row, storage, x)
+        for part, values in _parts(storage, x):
+            if values is not None and values.numel():
+                sample, values = _sample(part, values)
+                self.sums[row] += compare(values, sample.dequantize(), _at_top(sample.data), sample.format)
+
     def _add_scales(self, row: int, storage: QuantizedStorage, x: Tensor | None) -> None:
-        scales = decode_scale(storage.scale_inv).flatten()
-        low, high = scales.aminmax()
+        bits = decode_scale(storage.scale_inv).flatten().view(torch.int32)
+        low, high = (end.view(torch.float32) for end in bits.aminmax())
         if x is not None:
             below, above = x.aminmax()
-            amax = torch.maximum(-below, above).float().nan_to_num(nan=math.inf)
+            amax = torch.maximum(-below, above).float()
+            amax = amax.where(amax == amax, math.inf)
         else:  # of a current scale, that is the amax; of one from a history, a bound
             amax = high * storage.format.fmax
         self.largest[row] = torch.maximum(self.largest[row], torch.stack([amax, high, -low]))
-        self.histogram[row] += _histogram(scales)
+        self.histogram[row] += _histogram(bits)
 
 
-def _histogram(scales: Tensor) -> Tensor:
-    """int64 [BINS]: how many scales lie in each quarter of an octave. By sorting: a scatter's order is no matter, but
-    deterministic mode refuses it."""
-    place = ((torch.log2(scales) - LOWEST) * BINS_AN_OCTAVE).floor().clamp_(0, BINS - 1)
-    edges = torch.arange(BINS + 1, dtype=place.dtype, device=place.device)
-    return torch.searchsorted(place.sort().values, edges).diff()
+def _parts(storage: QuantizedStorage, x: Tensor | None) -> Iterator[tuple[QuantizedStorage, Tensor | None]]:
+    """The operand and its values; where tiles restart at each expert, each expert's."""
+    if storage.counts is None or x is None:
+        return iter([(storage, x)])
+    token_dim = 0 if storage.orientation == "rowwise" else 1
+    return zip(storage.experts(), x.split(storage.counts, token_dim), strict=True)
+
+
+def _histogram(bits: Tensor) -> Tensor:
+    """int64 [BINS]: how many scales, given as the bits of FP32 numbers, lie in each quarter of an octave. By sorting: a
+    scatter's order is no matter, but deterministic mode refuses it."""
+    edges = torch.arange(BINS + 1, dtype=torch.int32, device=bits.device)
+    return torch.searchsorted(_bins(bits).sort().values, edges).diff()
+
+
+def _bins(bits: Tensor) -> Tensor:
+    """int32: which bin scales lie in. From exponent and mantissa: exact, of subnormal numbers too."""
+    shift = (bits < 1 << 22).int() + (bits < 1 << 23).int()  # of subnormal numbers down to 2^-128
+    mantissa = (bits << shift) & ((1 << 23) - 1)
+    octave = torch.where(shift > 0, 1 - shift, bits >> 23) - 127 - LOWEST
+    place = octave * BINS_AN_OCTAVE + sum((mantissa >= least).int() for least in _QUARTERS)
+    return place.clamp(max=BINS - 1).where(bits >= 1 << 21, 0)
 
 
 def _sample(storage: QuantizedStorage, x: Tensor) -> tuple[QuantizedStorage, Tensor]:
@@ -131,7 +182,8 @@ def compare(x: Tensor, values: Tensor, top: Tensor, form: Format) -> Tensor:
     x, values = x.double(), values.double()
     finite = x.isfinite()
     x, values = x.where(finite, 0.0), values.where(finite, 0.0)
-    saturated = top & (x.abs() > values.abs() * (1 + HALF_STEP[form.name] / form.fmax))
+    # Both products are exact.
+    saturated = top & (x.abs() * form.fmax > values.abs() * beyond(form))
     error = x - values
     sums = (
         x.new_full((), x.numel()),

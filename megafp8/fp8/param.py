@@ -1,7 +1,8 @@
 """Weight: owns the stored bytes of a linear's weight, the FP8 copies derived from them, and their version.
 
 Writers (optimizer, load, fallback) call `write_shard()` and then `publish()`, which drops every derived copy at once,
-so no path leaves one orientation new and the other stale. Code that knows nothing of this class writes the parameter
+so no path leaves one orientation new and the other stale. (Where CUDA graphs read copies, `stay` lets each new one be
+written where the one before lay.) Code that knows nothing of this class writes the parameter
 in place: PyTorch counts that in the parameter's version, which is compared too, except for fused optimizers, whose
 steps are announced by a hook. Only a write through `param.data` escapes all of this: call `publish()` after it.
 """
@@ -57,6 +58,7 @@ class Weight:
         self._copies: dict[str, QuantizedStorage] = {}
         self._amax: Tensor | None = None
         self._needs: tuple[torch.device, dict[str, str]] | None = None
+        self._places: dict[str, QuantizedStorage | Tensor] | None = None
 
     def __getstate__(self) -> dict:
         """Copies (deepcopy, pickle) of a module own their parameter anew, see `Linear`; they inherit nothing."""
@@ -88,6 +90,23 @@ class Weight:
         self.version += 1
         self._drop()
 
+    def stay(self) -> None:
+        """From now on each copy, and the amax, is written where the first one lies: CUDA graphs read them there."""
+        self.keep_transposed = True
+        if self._places is None:
+            self._places = dict(self._copies) | ({} if self._amax is None else {"amax": self._amax})
+
+    @torch.no_grad()
+    def _placed(self, what: str, made: QuantizedStorage | Tensor) -> QuantizedStorage | Tensor:
+        """`made`, where copies stay as the tensors that were there first. what: an orientation, or "amax"."""
+        place = made if self._places is None else self._places.setdefault(what, made)
+        if place is not made:
+            pairs = [(place, made)] if what == "amax" else [(place.data, made.data), (place.scale_inv, made.scale_inv)]
+            for old, new in pairs:
+                if old.data_ptr() != new.data_ptr():
+                    _bytes(old).copy_(_bytes(new))
+        return place
+
     def _drop(self) -> None:
         self._key, self._copies, self._amax = None, {}, None
 
@@ -116,13 +135,17 @@ class Weight:
         Of all ranks that share the weight, unless a history gives the `scale`: that reduces its amaxes itself.
         """
         self._refresh(scale)
-        if self.primary is not None:
+        if self.primary is not None and self._places is None:
             return self.primary.amax
         if self._amax is None:
-            self._amax = self.recipe.quantizer("weight").amax(self.param)
-            if scale is None:
-                self.shared.max_(self._amax)
+            self._amax = self._placed("amax", self._measure(scale))
         return self._amax
+
+    def _measure(self, scale: Tensor | None) -> Tensor:
+        if self.primary is not None:
+            return self.primary.amax
+        amax = self.recipe.quantizer("weight").amax(self.param)
+        return amax if scale is not None else self.shared.max_(amax)
 
     def operand(self, gemm_name: str, scale: Tensor | None = None, *, all_copies: bool = False) -> QuantizedStorage:
         """The FP8 operand of "fprop" or "dgrad", derived at most once a version.
@@ -140,13 +163,22 @@ class Weight:
             return self._copies[orientation]
         if all_copies and self.keep_transposed and self.primary is None and not self._copies:
             made = self._quantize(scale, rowwise="rowwise" in needs.values(), colwise="colwise" in needs.values())
-            self._copies = {o: getattr(made, o) for o in set(needs.values())}
+            self._copies = {o: self._placed(o, getattr(made, o)) for o in sorted(set(needs.values()), reverse=True)}
             return self._copies[orientation]
         storage = self._derive(orientation, scale)
         is_transposition = orientation == "colwise" and storage.tile.symmetric
         if self.keep_transposed or not is_transposition:
-            self._copies[orientation] = storage
+            storage = self._copies[orientation] = self._placed(orientation, storage)
         return storage
+
+    @torch.no_grad()
+    def derive(self, scale: Tensor | None = None) -> None:
+        """Makes what a forward and backward ask for and is kept, if it is not there already. scale: as `operand`'s."""
+        self.operand("fprop", scale, all_copies=True)
+        if self.keep_transposed:
+            self.operand("dgrad", scale)
+        if self.history_name is not None:
+            self.amax(scale)
 
     def _derive(self, orientation: str, scale: Tensor | None) -> QuantizedStorage:
         if self.primary is not None:
@@ -169,13 +201,25 @@ class Weight:
             amax = self.grid.share(quantizer.amax(value), self.grid_dim)
         elif scale is None and quantizer.spec.tile.kind == "tensor" and self.shared.size > 1:
             amax = self.amax()
-        return quantizer.quantize(value, rowwise=rowwise, colwise=colwise, amax=amax, scale=scale)
+        return quantizer.quantize(value, rowwise, colwise, amax=amax, scale=scale, out=self._place_of(rowwise, colwise))
+
+    def _place_of(self, rowwise: bool, colwise: bool) -> Quantized | None:
+        """Where copies that stay are written over."""
+        wanted = [(o, on) for o, on in (("rowwise", rowwise), ("colwise", colwise)) if on]
+        if self._places is None or not all(o in self._places for o, _ in wanted):
+            return None
+        return Quantized(**{o: self._places[o] for o, _ in wanted})
 
     @property
     def nbytes(self) -> int:
         """Bytes of the derived copies held now."""
         own = {id(copy) for o, copy in self._copies.items() if self.primary is not None and o == "rowwise"}
         return sum(copy.nbytes for copy in self._copies.values() if id(copy) not in own)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A tensor that any backend copies: 8-bit floats as their bytes."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _publish_after_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:

@@ -8,17 +8,23 @@ and scales are those of the whole weight's quantization, whatever the number of 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafp8.fp8 import backend
 from megafp8.fp8.formats import NAN_BYTE, OperandSpec, Tile
 from megafp8.fp8.quantizer import Quantizer
-from megafp8.fp8.reference import transpose
 from megafp8.fp8.storage import QuantizedStorage
 from megafp8.params import range_boxes
+
+_FLOATS = 4
+"""That GEMMs want rows of scales padded to a multiple of: 16 bytes."""
 
 
 def orientations(quantizer: Quantizer) -> tuple[str, ...]:
@@ -101,12 +107,58 @@ def _boxes(values: Tensor, start: int, shape: tuple[int, int]):
         taken += size[0] * size[1]
 
 
+class ScaleLayouts:
+    """FP32 scales of 2D tiles of many weights, brought into the layout of GEMMs together: one launch for all of them.
+
+    That layout has rows of scales one after the other, padded with zeros to 16 bytes (`storage.gemm_layout`). Rowwise
+    ones that lie so already stay where they are; colwise ones are the transposed.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[int, tuple[int, int]]], device: torch.device):
+        """places: name -> where its rowwise scales begin in a packed buffer, and their shape."""
+        self._places: dict[tuple[str, str], tuple[int, int, int, int]] = {}  # offset, rows, padded columns, columns
+        index, offset = [], 0
+        for name, (start, shape) in places.items():
+            number = torch.arange(start, start + math.prod(shape)).view(shape)
+            for orientation, wanted in (("rowwise", number), ("colwise", number.t())):
+                rows, columns = wanted.shape
+                missing = -columns % _FLOATS
+                if orientation == "rowwise" and not missing:
+                    continue
+                self._places[name, orientation] = offset, rows, columns + missing, columns
+                block = F.pad(wanted, (0, missing), value=-1).flatten()
+                index.append(F.pad(block, (0, -block.numel() % _FLOATS), value=-1))
+                offset += index[-1].numel()
+        whole = torch.cat(index) if index else torch.empty(0, dtype=torch.int64)
+        self._index, blank = whole.clamp(min=0).to(device), whole < 0
+        self._blank = blank.to(device) if blank.any() else None
+
+    def arrange(self, packed: Tensor) -> Callable[[str, str], Tensor | None]:
+        """(name, orientation) -> its scales of those packed, where they have to be moved; moved when the first is asked
+        for."""
+
+        @cache
+        def moved() -> Tensor:
+            out = packed.index_select(0, self._index)
+            return out if self._blank is None else out.masked_fill_(self._blank, 0.0)
+
+        def find(name: str, orientation: str) -> Tensor | None:
+            place = self._places.get((name, orientation))
+            if place is None:
+                return None
+            offset, rows, padded, columns = place
+            return moved()[offset : offset + rows * padded].view(rows, padded)[:, :columns]
+
+        return find
+
+
 @dataclass
 class PrimaryBytes:
     """What an FP8 primary weight `[N, K]` consists of.
 
     data: orientation -> FP8 `[N, K]`, a view of a flat buffer; colwise bytes are not transposed. scale_inv: as stored.
     amax: of the whole weight, under tensor tiles. scale: that of a history, if it was quantized with one.
+    arranged: orientation -> the scales as GEMMs want them, where somebody has brought them into that layout; or None.
     """
 
     quantizer: Quantizer
@@ -114,17 +166,26 @@ class PrimaryBytes:
     scale_inv: dict[str, Tensor] = field(default_factory=dict)
     amax: Tensor | None = None
     scale: Tensor | None = None
+    arranged: Callable[[str], Tensor | None] = field(default=lambda orientation: None)
 
-    def set_scales(self, amaxes: dict[str, Tensor], scale_inv: dict[str, Tensor], scale: Tensor | None) -> None:
+    def set_scales(
+        self,
+        amaxes: dict[str, Tensor],
+        scale_inv: dict[str, Tensor],
+        scale: Tensor | None,
+        arranged: Callable[[str], Tensor | None] = lambda orientation: None,
+    ) -> None:
         """Takes the whole weight's amaxes and scales, by orientation. scale: a history's, if they come from one."""
-        self.scale = scale
+        self.scale, self.arranged = scale, arranged
         self.amax = amaxes["rowwise"] if self.quantizer.spec.tile.kind == "tensor" else None
         self.scale_inv = dict(scale_inv)
 
     def storage(self, orientation: str) -> QuantizedStorage:
         """The operand in one orientation: rowwise a view of the stored bytes, colwise a transposed copy."""
-        if orientation not in self.data:
+        scales = self.arranged(orientation)
+        if orientation not in self.data and scales is None:
             return self.storage("rowwise").flipped()
-        data = self.data[orientation]
-        data = data if orientation == "rowwise" else transpose(data)
-        return self.quantizer.store((data, self.scale_inv[orientation]), orientation)
+        data = self.data.get(orientation, self.data["rowwise"])
+        data = data if orientation == "rowwise" else backend.transpose(data)
+        scales = self.scale_inv[orientation] if scales is None else scales
+        return self.quantizer.store((data, scales), orientation)

@@ -19,19 +19,24 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import backend, expert_scales
+from megafp8.fp8.expert_scales import Groups
 from megafp8.fp8.formats import OperandSpec
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized
+from megafp8.fp8.wgrad import Run
 
 Tensors = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone.
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. It is not
+    changed once it is built.
 
     Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
-    which receives the value's. record: what the consumer does with that.
+    which is raised to the value's. record: what the consumer does with that. groups: where experts' rows lie, each of
+    which has a tensor tile of its own; then all of these are [G].
     """
 
     quantizer: Quantizer
@@ -41,6 +46,12 @@ class Want:
     scale: Tensor | None = None
     amax_out: Tensor | None = None
     record: Callable[[Tensor], None] | None = None
+    groups: Groups | None = None
+
+    def of_experts(self, groups: Groups) -> Want:
+        """The same, of rows that lie there."""
+        scaling = (self.amax, self.scale, self.amax_out, self.record)
+        return Want(self.quantizer, self.rowwise, self.colwise, *scaling, groups)
 
     @property
     def spec(self) -> OperandSpec:
@@ -49,7 +60,8 @@ class Want:
     @property
     def scaling(self) -> dict[str, Tensor | None]:
         """Arguments of fused kernels."""
-        return {"amax": self.amax, "scale": self.scale, "amax_out": self.amax_out}
+        scaling = {"amax": self.amax, "scale": self.scale, "amax_out": self.amax_out}
+        return scaling if self.groups is None else scaling | {"ends": self.groups.ends}
 
     @property
     def keeps_amax(self) -> bool:
@@ -60,19 +72,23 @@ class Want:
         """The same, with a place for the value's amax if somebody needs it."""
         if not self.keeps_amax and self.record is None:
             return self
-        make = torch.empty if self.scale is None else torch.zeros  # with a scale the place is only ever raised
-        place = make(1, dtype=torch.float32, device=device)
-        return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record)
+        place = backend.zero(device, 1 if self.groups is None else self.groups.count)
+        return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record, self.groups)
 
     def measured(self) -> None:
         """Call it when the value has been made: records its amax."""
         if self.record is not None and self.amax_out is not None:
             self.record(self.amax_out)
 
-    def quantize(self, value: Tensor) -> Quantized:
+    def quantize(self, value: Tensor, index: Tensor | None = None) -> Quantized:
+        """index: with `groups`, which rows of `value` they are (int64, -1: zeros); None: all, as they lie."""
         amax = self.amax
+        if self.groups is not None:
+            options = {"scale": self.scale, "amax_out": self.amax_out, "index": index}
+            orientations = self.rowwise, self.colwise
+            return expert_scales.quantize(self.quantizer, value, self.groups, *orientations, amax, **options)
         if self.amax_out is not None:
-            self.amax_out.copy_(self.quantizer.amax(value))
+            torch.maximum(self.amax_out, self.quantizer.amax(value), out=self.amax_out)
             amax = self.amax_out if self.scale is None else None
         return self.quantizer.quantize(value, self.rowwise, self.colwise, amax=amax, scale=self.scale)
 
@@ -82,11 +98,12 @@ class Want:
 
 
 class Gradients(NamedTuple):
-    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none;
-    value: the producer's value once more, if it was asked for, quantized where that was wanted."""
+    """x: dX, quantized where that was wanted; tensors: of the producer's other tensors, None where there is none, those
+    of parameters still to be computed, where they belong; value: the producer's value once more, if it was asked for,
+    quantized where that was wanted."""
 
     x: Tensor | Quantized
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Tensor | Run | None, ...]
     value: Tensor | Quantized | None
 
 
@@ -146,6 +163,8 @@ def fuses(x: Tensor, dtype: torch.dtype, *wants: Want | None) -> bool:
     for want in wants:
         if want is not None:
             tile = want.quantizer.spec.tile
+            if want.groups is not None and (want.groups.block % expert_scales.ALIGNMENT or x.shape[1] % 256):
+                return False
             if tile.kind != "tensor" and (tile.kind != "1d" or 128 % tile.block):
                 return False
     return fused_kernels() is not None

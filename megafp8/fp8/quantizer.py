@@ -59,14 +59,16 @@ class Quantizer:
         amax_colwise: Tensor | None = None,
         scale: Tensor | None = None,
         amax_out: Tensor | None = None,
+        out: Quantized | None = None,
     ) -> Quantized:
         """Quantizes `x [M, K]` (floating point; 0 rows allowed) in the orientations asked for.
 
         amax, amax_colwise: FP32, in the shape of `amax(x, orientation)`, instead of this tensor's own. Tensor and
             2D tiles use `amax` for both orientations.
         scale: FP32, one element, instead of one from an amax; tensor tiles only.
-        amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; tensor tiles without another
-            amax or a scale only.
+        amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; with `scale` it is only ever
+            raised to it, as a history's slot is. Tensor tiles without another amax only.
+        out: what an earlier call returned for a tensor of this shape; kernels write it over, others ignore it.
         Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
         """
         _check(x)
@@ -76,19 +78,24 @@ class Quantizer:
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
         kernels, more = _backend(x.device, self.spec), {}
         if amax_out is not None and kernels is reference:
-            amax = amax_out.copy_(self.amax(x))
+            amax = self.amax(x)
+            amax = amax_out.copy_(amax) if scale is None else amax_out.copy_(torch.maximum(amax_out, amax))
         elif amax_out is not None:
             more = {"amax_out": amax_out}
+        if out is not None and kernels is not reference:
+            more["out"] = tuple(s if s is None else (s.data, s.scale_inv) for s in (out.rowwise, out.colwise))
         pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)
+        if kernels is reference:
+            return Quantized(self.store(pair[0], "rowwise"), self.store(pair[1], "colwise"))
         return self.store_pair(*pair)
 
     def store_pair(self, row: tuple[Tensor, Tensor] | None, col: tuple[Tensor, Tensor] | None) -> Quantized:
-        """(data, scale_inv) of each orientation as storage."""
+        """(data, scale_inv) of each orientation as storage: from kernels, which lay scales out as GEMMs want them."""
         tile, scale = self.spec.tile, self.spec.scale
         if row is not None:
-            row = QuantizedStorage(row[0], gemm_layout(row[1], tile), tile, scale, "rowwise")
+            row = QuantizedStorage(row[0], row[1], tile, scale, "rowwise")
         if col is not None:
-            col = QuantizedStorage(col[0], gemm_layout(col[1], tile), tile, scale, "colwise")
+            col = QuantizedStorage(col[0], col[1], tile, scale, "colwise")
         return Quantized(row, col)
 
     def store(

@@ -48,7 +48,8 @@ def matmul(
     if a.scale is Scale.E8M0:
         y = _matmul_mxfp8(_padded(_one_dimensional(a)), _padded(_one_dimensional(b)), bias, out_dtype)
         return y[:m, :n].contiguous()
-    a, b = _padded(a), _padded(b)
+    if m % _BLOCK or n % _BLOCK or a.data.shape[1] % _BLOCK:
+        a, b = _padded(a), _padded(b)
     in_epilogue = bias is not None and a.tile.kind == "tensor" and out_dtype == bias.dtype == torch.bfloat16
     in_epilogue = in_epilogue and n == b.data.shape[0]
     y = F.scaled_mm(
@@ -62,7 +63,8 @@ def matmul(
         output_dtype=out_dtype,
         use_fast_accum=fast,
     )
-    y = y[:m, :n].contiguous()  # attention's backward takes no gradient whose rows lie apart
+    if y.shape != (m, n):
+        y = y[:m, :n].contiguous()  # attention's backward takes no gradient whose rows lie apart
     return y if bias is None or in_epilogue else y + bias.to(out_dtype)
 
 

@@ -17,9 +17,9 @@ from megafp8.fp8.formats import Format, Scale, Tile, format_of
 _ALIGN_BYTES = 16  # GEMMs load scales through descriptors, whose strides must be multiples of this
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class QuantizedStorage:
-    """One orientation of a quantized `[M, K]` operand.
+    """One orientation of a quantized `[M, K]` operand. Not changed once it is built (`frozen` would make that slower).
 
     data: FP8, rowwise `[M, K]`, colwise `[K, M]`, contiguous.
     scale_inv: FP32 (E8M0 for MXFP8), `tile.scale_shape(*data.shape)`; `value = data * scale_inv`.
@@ -72,7 +72,7 @@ class QuantizedStorage:
         return QuantizedStorage(data, gemm_layout(scale_inv, self.tile), self.tile, self.scale, other)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Quantized:
     """A quantized `[M, K]` operand: rowwise and colwise copies, each of which may be absent (None)."""
 

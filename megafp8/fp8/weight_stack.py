@@ -64,15 +64,14 @@ class WeightStack:
         self._copies: dict[str, QuantizedStorage] = {}
         self._amax: tuple[tuple, Tensor] | None = None
         self._buffers: tuple[list[Tensor], Tensor | None] = [], None
-
-    def is_of(self, weights: Sequence[Weight]) -> bool:
-        return len(weights) == len(self.weights) and all(a is b for a, b in zip(weights, self.weights, strict=True))
+        self._view: tuple[list[int], Tensor | None] = [], None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """High-precision `[G, N, K]`."""
-        for weight in self.weights:
-            weight.version_key()
-        view = stacked(self.params)
+        _, _, places = self._versions()
+        if self._view[0] != places:  # where weights lie changes rarely, and is dear to compare
+            self._view = places, stacked(self.params)
+        view = self._view[1]
         return (torch.stack([p.detach() for p in self.params]) if view is None else view).to(dtype)
 
     def gradients(self, buffers: list[Tensor]) -> Tensor | None:
@@ -83,8 +82,20 @@ class WeightStack:
             self._buffers = buffers, together
         return together
 
-    def _versions(self) -> tuple:
-        return tuple(weight.version_key() for weight in self.weights)
+    def versions(self) -> list[int]:
+        """PyTorch's count of writes to each weight."""
+        return [param._version for param in self.params]
+
+    def _versions(self) -> tuple[list[int], ...]:
+        """What changes whenever stored bytes do: announced versions, writes, addresses. Waits for bytes on their way.
+
+        For hundreds of experts, many times a step: so in few lines of Python for each.
+        """
+        for weight in self.weights:
+            if weight.arrival is not None:
+                weight.version_key()
+        announced = [weight.version for weight in self.weights]
+        return announced, self.versions(), [param.data_ptr() for param in self.params]
 
     def amax(self) -> Tensor:
         """FP32 [G]: the weights' amaxes (tensor tiles), once a version."""

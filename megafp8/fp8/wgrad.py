@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch import Tensor
 from megafp8.step import StepContext
 
 Run = Callable[[Tensor | None, bool], Tensor]
+"""Computes a gradient: by itself (None, ...), or in the FP32 tensor that it is given, added to what is there (True) or
+written over it (False)."""
 
 
-@dataclass(frozen=True)
-class Wgrad:
+class Wgrad(NamedTuple):
     """run: dW, FP32, by itself (None, ...), or in the FP32 tensor that it is given, added to what is there (True) or
     written over it (False). Until then it holds operands of `held_bytes`."""
 

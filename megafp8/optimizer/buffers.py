@@ -101,6 +101,10 @@ class GradBuffers:
         view, adds = self.target(param)
         return view if adds else view.zero_()
 
+    def place(self, param: Tensor) -> Tensor:
+        """The same view, whatever it holds: for who records what is later written there."""
+        return self.state.views[spec_of(param).name]
+
     def target(self, param: Tensor) -> tuple[Tensor, bool]:
         """The same view, and whether to add; if not, the caller writes all of it. So it is the first time in a step."""
         name = spec_of(param).name

@@ -12,13 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megafp8.fp8.formats import reciprocal
+from megafp8.fp8.formats import Scale, reciprocal
 from megafp8.fp8.param import Weight
-from megafp8.fp8.primary import PrimaryBytes, orientations, piece_amax, quantize_piece, scale_shape
+from megafp8.fp8.primary import (
+    PrimaryBytes,
+    ScaleLayouts,
+    orientations,
+    piece_amax,
+    quantize_piece,
+    scale_shape,
+)
 from megafp8.optimizer.layout import ALIGNMENT, Bucket, Piece, Shard
 from megafp8.parallel import Axis, Pending
 from megafp8.step import ScalingHistory
@@ -66,6 +74,7 @@ class FlatPrimary:
 
         self._places = self._packed_places()
         self._cut = self._cut_weights(device)
+        self._layouts = self._scale_layouts(device)
         self._kernels, self._tables = None, None
         self._copies: dict[str, Tensor] = {}
 
@@ -87,6 +96,13 @@ class FlatPrimary:
             return None
         places = torch.tensor([self._places[name, "rowwise"][0] for name in cut], device=device)
         return places, self.weights[cut[0]].shared
+
+    def _scale_layouts(self, device: torch.device) -> ScaleLayouts | None:
+        """How scales are moved for GEMMs; None where they are used as they lie in a packed buffer."""
+        spec = self.quantizer.spec
+        if spec.tile.kind != "2d" or spec.scale is Scale.E8M0:
+            return None
+        return ScaleLayouts({name: self._places[name, "rowwise"] for name in self.weights}, device)
 
     def hold_copy(self, name: str) -> None:
         """From the next write on the weight is there in the compute dtype as well, and its parameter shows that."""
@@ -168,9 +184,11 @@ class FlatPrimary:
             index, shared = self._cut
             packed[index] = shared.max_(packed[index])
         multipliers, inverses = self._scales(packed, scales or self.quantizer.scales)
+        arranged = None if self._layouts is None else self._layouts.arrange(inverses)
         for name, weight in self.weights.items():
             found = [{o: self._of(flat, name, o) for o in self.flats} for flat in (packed, inverses)]
-            weight.primary.set_scales(*found, self._history_scale(weight))
+            more = () if arranged is None else (partial(arranged, name),)
+            weight.primary.set_scales(*found, self._history_scale(weight), *more)
         return multipliers
 
     def write_bytes(self, masters: Tensor, multipliers: Tensor, pieces: Iterable[Piece]) -> None:

@@ -26,6 +26,7 @@ from megafp8.plan.sizes import Sizes
 MICROBATCH, STEP = "microbatch", "step"
 NORM_KERNELS = ("norm_rows", "norm_both", "norm_tiles")
 QUANTIZE_KERNELS = ("quantize_1d", "quantize_2d", "cast_kernel", "amax_kernel")
+EXPERT_KERNELS = ("row_amax_kernel", "expert_amax_kernel", "expert_cast_kernel")  # of one scale an expert
 SWIGLU_KERNELS = ("swiglu",)
 ROW_KERNELS = ("grouped_kernel", "spread_kernel", "sums_kernel")
 TRANSPOSE_KERNELS = ("transpose_kernel",)
@@ -82,14 +83,15 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
     m, rows, k, n = config.model, sizes.tokens * shape.share, shape.in_features, shape.out_features
     formats, place, high = recipe.formats, f"layers.*.{shape.part}", _high(config)
     expert, part = "*" in shape.part, shape.part.rpartition(".")[2]
-    each = expert and recipe.input_tile == "tensor"  # a scale an expert, of all its rows: quantized where they are all
+    each = expert and recipe.input_tile == "tensor"  # a scale an expert: rows are read for it before they are spread
     producer, kernels = _producer(config, shape, recipe)
-    again = _input_is_made_again(part, "SwiGLU" if each and m.swiglu else producer)
+    again = _input_is_made_again(part, producer)
     x = _bytes(recipe, "input", rows, k)
     passes = 2 if each or _needs_amax(recipe) else 1  # a tensor's scale is known only after its last element
     forward = "row" if again else "row + col"
     read = passes * rows * k * sizes.element
     moved = (1 if again else 2) * x + (0 if producer else read)
+    moved += sizes.tokens * k * sizes.element if each and part == "fc1" else 0
     yield Conversion(
         f"{place} input", "forward", high, formats["input"], forward, moved, count, producer,
         kernels or QUANTIZE_KERNELS,
@@ -102,12 +104,14 @@ def _of_linear(config: Config, sizes: Sizes, shape: PartShape, recipe: Recipe, c
             "SwiGLU's gradient" if gated else producer and f"{producer} again",
             SWIGLU_KERNELS if gated else kernels or QUANTIZE_KERNELS,
         )  # fmt: skip
-    fused = part == "fc1" and m.swiglu and not (shape.bias or each or _square(recipe, "grad_output"))
-    spread = expert and part == "fc2" and recipe.tiles["grad_output"] == "1d"  # quantized as rows go to experts
+    fused = part == "fc1" and m.swiglu and not (shape.bias or _square(recipe, "grad_output"))
+    spread = expert and part == "fc2" and not _square(recipe, "grad_output")  # quantized as rows go to experts
+    amaxes = sizes.tokens * n * sizes.element if spread and each else 0
     dy, maker = 2 * _bytes(recipe, "grad_output", rows, n), "SwiGLU's gradient" if fused else "rows of experts"
     yield Conversion(
         f"{place} grad_output", "backward", high, formats["grad_output"], "row + col",
-        dy + (0 if fused or spread else passes * rows * n * sizes.element), count, maker if fused or spread else "",
+        dy + amaxes + (0 if fused or spread else passes * rows * n * sizes.element), count,
+        maker if fused or spread else "",
         SWIGLU_KERNELS if fused else ROW_KERNELS + QUANTIZE_KERNELS if expert else QUANTIZE_KERNELS,
     )  # fmt: skip
     yield _of_weight(config, sizes, shape, recipe, count)
@@ -131,12 +135,10 @@ def _producer(config: Config, shape: PartShape, recipe: Recipe) -> tuple[str, tu
     m, (place, _, part) = config.model, shape.part.rpartition(".")
     if _square(recipe, "input"):
         return "", ()
-    if "*" in shape.part and recipe.input_tile == "tensor":
-        return "", ()
     if part == "fc2":
         return ("SwiGLU", SWIGLU_KERNELS) if m.swiglu else ("", ())
     if "*" in shape.part:
-        return "rows of experts", ROW_KERNELS
+        return "rows of experts", ROW_KERNELS + (EXPERT_KERNELS if recipe.input_tile == "tensor" else ())
     shared = place == "mlp.shared_experts"  # its input is the router's as well
     if m.normalization == "RMSNorm" and part in ("qkv", "q_proj", "q_down", "q_up", "kv_down", "kv_up", "fc1"):
         return ("", ()) if shared else ("RMSNorm", NORM_KERNELS)

@@ -12,8 +12,8 @@ element and direction; scales are left out here.
     proj      G, dY as for fc2, dX [T a d], its input quantized again
     qkv       its dY, q(dY), dX [T h], and the sum of both gradients of the residual stream
     experts   the same as fc2 and fc1 of R rows; before, rows as they arrive and as they lie; BF16 weight gradients of
-              all experts of a linear together, which `torch._grouped_mm` can't add in place; with a scale an expert,
-              fc1's dY and fc2's input are there in BF16, before and while they are quantized
+              all experts of a linear together, which `torch._grouped_mm` can't add in place; in MXFP8 where GPUs don't
+              multiply it both operands of dgrad, decoded to BF16
     router    its input and gradient in FP32, and logits three times
     loss      the logits' gradient, in the logits' place; FP32 logits of a chunk of tokens (none in the kernels
               of GPUs), and after that the LM head's dX [T h], with what is gathered and scattered as for fc1
@@ -24,6 +24,8 @@ GELU and squared ReLU are PyTorch formulas: FP32 copies of input, gradient, valu
 from __future__ import annotations
 
 from megafp8.core.tensor_parallel.cross_entropy import CHUNK_ELEMENTS
+from megafp8.fp8 import Recipe, gemm
+from megafp8.fp8.formats import Scale
 from megafp8.fp8.grouped_linear import runs_grouped
 from megafp8.plan.layer_activations import LayerPlan
 from megafp8.plan.sizes import Sizes
@@ -147,19 +149,30 @@ def _experts(plan: LayerPlan) -> int:
     arriving = 2 * hidden * s.element + (s.routed_tokens * s.model.moe_router_topk * s.model.hidden_size * s.element
                                          if s.exchanges else 0)  # fmt: skip
     weights = 0, 0  # gradients of all experts, before they are added
+    each = tuple(fc.copies * fc.out_features * fc.in_features * s.element for fc in (fc1, fc2))
     if first is None and runs_grouped(first):
-        weights = tuple(fc.copies * fc.out_features * fc.in_features * s.element for fc in (fc1, fc2))
+        weights = each
     activation, dy = _activation(plan, name, rows), hidden * s.element
     if second is None:
         at_fc2 = max(dy + rows * fc2.in_features * s.element + weights[1], activation)
     else:  # where experts run as one, dY is quantized as rows are spread, and never there in high precision
-        at_fc2 = (0 if runs_grouped(second) else dy) + 2 * hidden + activation
+        spread = runs_grouped(second) or second.input_tile == "tensor"
+        decoded = _decoded(plan, second, dy, each[1])
+        at_fc2 = (0 if spread else dy) + 2 * hidden + max(activation, rows * fc2.in_features * s.element + decoded)
     at_fc1 = rows * fc1.out_features * (2 if first is not None else s.element) + dy + weights[0]
-    if first is not None and first.input_tile == "tensor":
-        at_fc1 += rows * fc1.out_features * s.element
-        at_fc2 += rows * fc2.in_features
+    at_fc1 += _decoded(plan, first, rows * fc1.out_features * s.element, each[0])
     at_fc1 -= _kept(plan, name, "activation", "fc2")
     return s.stream + max(arriving, at_fc2, at_fc1)
+
+
+def _decoded(plan: LayerPlan, recipe: Recipe | None, dy: int, weights: int) -> int:
+    """Of MXFP8 that is decoded before it is multiplied: dY and the weights, for dgrad. dy, weights: their bytes in
+    BF16."""
+    if recipe is None or recipe.quantizer("weight").spec.scale is not Scale.E8M0:
+        return 0
+    if gemm.capability(plan.device).native_mxfp8:
+        return 0
+    return dy + weights
 
 
 def _router(plan: LayerPlan) -> int:

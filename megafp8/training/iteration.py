@@ -6,10 +6,11 @@ trace runs then, before the next update, while the weights are still those of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
+from megafp8.core.transformer.graphs import LayerGraphs
 from megafp8.fp8.guard import WEIGHTS, Finding, Trace
 from megafp8.fp8.monitor import Monitor, Piece, Watch
 from megafp8.optimizer import Schedule, StepStats
@@ -23,11 +24,22 @@ from megafp8.training.run_log import RunLog
 from megafp8.training.step import StepOutput, advance_scaling, forward_backward
 
 
+def layer_graphs(parts: Parts, say: Callable[[str], None]) -> LayerGraphs | None:
+    """The CUDA graphs of `--cuda-graph-impl local`."""
+    train, wait = parts.config.train, parts.optimizer.weights.arrivals.wait
+    if train.cuda_graph_impl == "none":
+        return None
+    return LayerGraphs(parts.device, warmup_steps=train.cuda_graph_warmup_steps, wait=wait, say=say)
+
+
 class _ReadOnly:
     """Delayed scaling's history for a run that leaves no trace in it."""
 
     def __init__(self, scaling) -> None:
-        self.scale, self.scales = scaling.scale, scaling.scales
+        self.scale, self.scales, self._slot = scaling.scale, scaling.scales, scaling.slot
+
+    def slot(self, name: str) -> torch.Tensor:
+        return torch.zeros_like(self._slot(name))
 
     def record(self, name: str, amax: torch.Tensor) -> None:
         pass
@@ -37,12 +49,18 @@ class _ReadOnly:
 
 
 class IterationRunner:
-    """Runs iterations one after the other. `finish()` looks at the last one."""
+    """Runs iterations one after the other. `finish()` looks at the last one.
+
+    traced: modules are looked at while they run, so they are called, not replayed from graphs.
+    """
+
+    traced = False
 
     def __init__(self, parts: Parts, log: RunLog, schedule: Schedule, fallbacks: Fallbacks, reruns: Reruns) -> None:
         self._parts, self._log, self._schedule = parts, log, schedule
         self._fallbacks, self._reruns = fallbacks, reruns
         self._monitor = Monitor(parts.model, parts.parallel, parts.device)
+        self._graphs = layer_graphs(parts, log.note)
         self._last: tuple[IterationBatches, HostCopy] | None = None
         self._reported: Finding | str | None = None
         self.times = LocalTimes(parts.device, parts.timers)
@@ -51,17 +69,18 @@ class IterationRunner:
         """Learning rate, what forward and backward gave, and what the update found. Raises StopRun, before it."""
         parts = self._parts
         before = Held.of_routers(parts), Held.of_amaxes(parts)
-        output, watch = self._forward_backward(batches)
+        output, watch = self._forward_backward(batches, None if self.traced else self._graphs)
         if self._look_back():  # its gradients took the place of this iteration's
             output, watch = self._again(batches, before)
         if self._reruns.active:
             output, watch = self._checked(batches, output, watch, before)
-        noisy = self._report(watch, batches.iteration) if watch is not None else set()
+        totals = self._totals(watch) if watch is not None else None
         batches.at(batches.iteration, "update")
         with parts.timers("optimizer"):
             stats = self._update(output, schedule_samples)
         before[0].restore_where(stats.nan)
         self._last = batches, HostCopy(stats.nan)
+        noisy = self._report(watch, totals, batches.iteration) if watch is not None else set()
         self._change_precisions(noisy, batches.iteration)
         self.times.waited += batches.waited
         return self._schedule.lr(schedule_samples), output, stats
@@ -70,13 +89,18 @@ class IterationRunner:
         """Traces the last iteration, if it was skipped."""
         self._look_back()
 
-    def _forward_backward(self, batches: IterationBatches) -> tuple[StepOutput, Watch | None]:
+    def _forward_backward(
+        self, batches: IterationBatches, graphs: LayerGraphs | None = None
+    ) -> tuple[StepOutput, Watch | None]:
         interval = self._parts.config.fp8.fp8_monitor_interval
         watch = self._monitor.watch() if interval and batches.iteration % interval == 0 else None
         self.times.start()
-        return self._run(batches, self._parts.scaling, watch=watch), watch
+        graphs = None if watch is not None else graphs
+        return self._run(batches, self._parts.scaling, watch=watch, layers=graphs), watch
 
-    def _run(self, batches: IterationBatches, scaling, *, watch: Watch | None = None, sink=None) -> StepOutput:
+    def _run(
+        self, batches: IterationBatches, scaling, *, watch: Watch | None = None, sink=None, layers=None
+    ) -> StepOutput:
         parts = self._parts
         parts.optimizer.zero_grad(batches.count)
         with parts.timers("forward-backward"):
@@ -93,6 +117,7 @@ class IterationRunner:
                 observe=lambda executor: self.times.stop(),
                 observer=watch,
                 sink=sink,
+                layers=layers,
                 spans=parts.timers,
             )
 
@@ -133,10 +158,17 @@ class IterationRunner:
             with_params_norm=logging.log_params_norm,
         )
 
-    def _report(self, watch: Watch, iteration: int) -> set[str]:
-        """Writes the monitor's lines; returns the linears whose operands are too noisy for FP8."""
+    def _totals(self, watch: Watch) -> HostCopy:
+        """What the monitor has seen, on its way to the host. Before the update: of the weights that the step used."""
         self._monitor.see_weights(watch, self._parts.scaling, self._masters())
-        lines = self._monitor.report(watch, iteration)
+        return HostCopy(self._monitor.totals(watch))
+
+    def _report(self, watch: Watch, totals: HostCopy, iteration: int) -> set[str]:
+        """Writes the monitor's lines; returns the linears whose operands are too noisy for FP8.
+
+        After the update has been queued, so that the device has something to do while the host reads and writes.
+        """
+        lines = self._monitor.report(watch, totals.read(), iteration)
         self._log.monitor(lines)
         return {line["linear"] for line in lines if self._fallbacks.is_too_noisy(line["sqnr_db"])}
 

@@ -191,6 +191,10 @@ class Profile:
         say(f"profile: {which} on {ranks}, to {directory}")
         return profile if parts.parallel.rank in flags.profile_ranks else None
 
+    @property
+    def is_tracing(self) -> bool:
+        return self._restore is not None
+
     def before(self, iteration: int) -> None:
         warm_up = iteration == self.first - 1
         if self._restore is None and (warm_up or self.first <= iteration <= self.last):

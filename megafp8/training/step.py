@@ -29,7 +29,7 @@ from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import Optimizer
 from megafp8.parallel import Axis, ParallelContext
 from megafp8.params import GradSink
-from megafp8.step import OperandObserver, Phase, ScalingHistory, Spans, Statistics, StepContext, no_spans
+from megafp8.step import LayerRunner, OperandObserver, Phase, ScalingHistory, Spans, Statistics, StepContext, no_spans
 from megafp8.training.expert_load import add_load_means, loads_of_layers, sum_over
 
 
@@ -141,12 +141,13 @@ def forward_backward(
     observer: OperandObserver | None = None,
     sink: GradSink | None = None,
     spans: Spans = no_spans,
+    layers: LayerRunner | None = None,
 ) -> StepOutput:
     """Runs this rank's microbatches and leaves the global batch's gradients in the optimizer's buffers.
 
     count: of the microbatches; None counts them first. observe: called with the executor when it is done, before
     gradients are reduced. observer: sees the operands that are quantized. sink: stands before the optimizer's buffers.
-    spans: told of the parts of the step.
+    spans: told of the parts of the step. layers: runs the transformer layers.
     """
     parallel = optimizer.parallel
     if count is None:
@@ -168,6 +169,7 @@ def forward_backward(
             scaling=scaling,
             statistics=statistics,
             observer=observer,
+            layers=layers,
             wgrads=executor.wgrads.slot(chunk, number) if schedule.defers else None,
         )
         part, batch = model.chunks[chunk], micro[number]

@@ -234,6 +234,7 @@ class Trainer:
             self._advance(batch_size)
             self.log.note(f"iteration {iteration}: its data is passed over (--iterations-to-skip)")
             return []
+        self._runner.traced = self._profile is not None and self._profile.is_tracing
         lr, output, stats = self._runner.run(own, samples)
         self._advance(batch_size)
         return [

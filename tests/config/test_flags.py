@@ -168,7 +168,7 @@ DECIDED = {
         "dataloader_type",
         "moe_flex_dispatcher_backend",
     ),
-    *("main_params_dtype", "main_grads_dtype"),
+    *("main_params_dtype", "main_grads_dtype", "cuda_graph_modules"),
 }
 PROPERTIES = {  # of the configuration, made of fields that nobody else reads
     "moe_layers": {"moe_layer_freq"},

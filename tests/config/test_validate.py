@@ -9,6 +9,7 @@ ALL_CHECKS = validate.CHECKS
 FP8 = "--bf16 --fp8-format e4m3"
 MLA = "--multi-latent-attention --position-embedding-type rope"
 MOE = "--num-experts 8 --disable-bias-linear"
+GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 
 # flags beside the small command line -> what the message must say. `-flag` takes a flag of that line away.
 CASES = {
@@ -219,6 +220,20 @@ CASES = {
     "--fake-process-group": ["--fake-process-group with one process", "WORLD_SIZE"],
     "--fake-process-group --save x": ["--save x with --fake-process-group", "leave it out"],
     "--fake-process-group --timing-log-level 1": ["--timing-log-level 1 with --fake-process-group"],
+    # CUDA graphs
+    "--cuda-graph-impl transformer_engine": ["--cuda-graph-impl transformer_engine", "use --cuda-graph-impl local"],
+    f"{GRAPHS} --cuda-graph-scope attn mlp": ["--cuda-graph-modules attn mlp", "use full, or leave it out"],
+    f"{GRAPHS} --hidden-dropout 0.1": ["--hidden-dropout 0.1", "--cuda-graph-impl local", "use 0"],
+    f"{GRAPHS} --attention-dropout 0.1": ["--attention-dropout 0.1", "use 0"],
+    f"{GRAPHS} --reset-attention-mask": ["--reset-attention-mask with --cuda-graph-impl local", "drop it"],
+    f"{GRAPHS} --recompute-activations": ["--recompute-granularity selective", "drop it"],
+    f"{GRAPHS} --mtp-num-layers 1 --position-embedding-type rope": [
+        "--mtp-num-layers 1",
+        "leave --cuda-graph-impl out",
+    ],
+    f"{GRAPHS} --fake-process-group": ["--fake-process-group with --cuda-graph-impl", "leave --cuda-graph-impl out"],
+    f"{GRAPHS} {MOE}": ["--num-experts 8", "leave --cuda-graph-impl out"],
+    f"{GRAPHS} --cuda-graph-warmup-steps 0": ["--cuda-graph-warmup-steps 0", "1"],
     # checkpoints
     "--save x --save-interval 10 --save-retain-interval 15": ["--save-retain-interval 15", "--save-interval 10"],
 }
@@ -282,6 +297,7 @@ def test_every_check_can_fail(parse, monkeypatch):
         (f"{MLA} --kv-channels 16", "--kv-channels"),
         (f"{MOE} --moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate"),
         ("--mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor"),
+        ("--cuda-graph-scope full", "--cuda-graph-modules"),
     ],
 )
 def test_idle_flags_leave_a_note(parse, flags, flag):

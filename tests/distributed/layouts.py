@@ -22,6 +22,7 @@ from megafp8.config import Config
 from megafp8.config.resolve import resolve
 from megafp8.core.gpt import build_model
 from megafp8.core.pipeline.executor import Executor
+from megafp8.core.transformer.graphs import LayerGraphs
 from megafp8.data import Batch
 from megafp8.fp8 import DelayedScaling
 from megafp8.optimizer import build_optimizer
@@ -29,6 +30,7 @@ from megafp8.parallel import ParallelContext, build_parallel
 from megafp8.params import StateItem, name_of, specs_in_order
 from megafp8.training.step import PipelinePlan, advance_scaling, forward_backward
 from tests.distributed.pool import WorkerPool
+from tests.training.recorded_ops import RecordedOps
 
 VOCAB = 101  # no multiple of anything: ranks hold different numbers of padding rows
 
@@ -190,7 +192,10 @@ def train(
         if load is not None:
             load_states(load, [optimizer.weights, optimizer] + [scaling] * (scaling is not None), parallel)
         count = config.train.global_batch_size // (config.train.micro_batch_size * parallel.dp.size)
-        run, plan = Run(), PipelinePlan.of(config, parallel)
+        run, plan, layers = Run(), PipelinePlan.of(config, parallel), None
+        if config.train.cuda_graph_impl != "none":
+            wait = optimizer.weights.arrivals.wait
+            layers = LayerGraphs(torch.device("cpu"), wait=wait, recorder=RecordedOps)
         for iteration in range(1, steps + 1):
             optimizer.zero_grad(count)
             output = forward_backward(
@@ -203,6 +208,7 @@ def train(
                 device=torch.device("cpu"),
                 plan=plan,
                 observe=watch,
+                layers=layers,
             )
             if iteration == 1:
                 run.grads = parts_of(optimizer.gradients())

@@ -117,10 +117,10 @@ def test_capacity(pool, model, gathers):
 def lose_a_row(stack: ExitStack) -> None:
     take = exchange.take_rows
 
-    def losing(x, index, spec, dtype, **options):
+    def losing(x, index, spec, *rest, **options):
         index = index.clone()
         index[-1:] = -1  # of a token whose loss counts
-        return take(x, index, spec, dtype, **options)
+        return take(x, index, spec, *rest, **options)
 
     stack.callback(setattr, exchange, "take_rows", take)
     exchange.take_rows = losing

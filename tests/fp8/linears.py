@@ -31,13 +31,21 @@ class History:
     """Records what is asked of a scaling history."""
 
     scales: dict = field(default_factory=dict)
-    recorded: list = field(default_factory=list)
+    taken: list = field(default_factory=list)
+
+    @property
+    def recorded(self):
+        return [(name, amax.item()) for name, amax in self.taken]
 
     def scale(self, name):
         return self.scales.get(name)
 
     def record(self, name, amax):
-        self.recorded.append((name, amax.item()))
+        self.taken.append((name, amax.clone()))
+
+    def slot(self, name):
+        self.taken.append((name, torch.zeros(1)))
+        return self.taken[-1][1]
 
 
 def make(name, n=70, k=200, bias=True, dtype=torch.bfloat16, seed=0, **options):

@@ -1,6 +1,7 @@
 """Delayed scaling's history, against a plain derivation; state, and what reads and writes it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -155,3 +156,17 @@ def test_gradients_have_the_range_of_their_format():
         "first.weight/weight": 448.0,
         "first.weight/grad_output": 57344.0,
     }
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaling: pickle.loads(pickle.dumps(scaling))])
+def test_a_copy_keeps_a_history_of_its_own(copied):
+    """What is raised in a slot reaches the copy's history, and not the one it was copied from."""
+    scaling = state()
+    scaling.record("b/input", torch.tensor([7.0]))
+    twin = copied(scaling)
+    twin.slot("b/input").fill_(14.0)
+    assert (twin.pending().tolist(), scaling.pending().tolist()) == ([0.0, 14.0], [0.0, 7.0])
+    for one, scale in ((twin, 32.0), (scaling, 64.0)):
+        one.advance()
+        assert one.scale("b/input").tolist() == [scale]
+        assert one.scale("b/input").data_ptr() == one._scales.data_ptr() + 4

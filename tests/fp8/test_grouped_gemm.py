@@ -131,3 +131,18 @@ def test_high_precision_twins(counts):
         assert error(out[g], 1 + dy[rows].double().t() @ x[rows].double()) < 1e-6
         start = end
     assert torch.equal(grouped_matmul.wgrad(dy, x, ends), grouped_matmul.wgrad(dy, x, ends, torch.zeros_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_high_precision_without_rows(dtype, monkeypatch):
+    """CASES 11: a rank that no token goes to asks no library, and keeps what is in its gradients."""
+    monkeypatch.setattr(torch, "_grouped_mm", None)
+    monkeypatch.setattr(grouped_matmul, "_rows", None)  # it would wait for the device
+    ends, x, dy = ends_of([0, 0, 0]), torch.empty(0, K, dtype=dtype), torch.empty(0, N, dtype=dtype)
+    weight, out = torch.randn(3, N, K).to(dtype), torch.ones(3, N, K)
+    for made, width in ((grouped_matmul.fprop(x, weight, ends), N), (grouped_matmul.dgrad(dy, weight, ends), K)):
+        assert made.shape == (0, width)
+        assert made.dtype == dtype
+    assert (grouped_matmul.wgrad(dy, x, ends, out) == 1).all()
+    assert (grouped_matmul.wgrad(dy, x, ends, out, adds=False) == 0).all()
+    assert (grouped_matmul.wgrad(dy, x, ends) == 0).all()

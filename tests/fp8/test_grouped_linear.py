@@ -211,6 +211,19 @@ def test_copies_follow_each_weight(name):
         assert torch.equal(a[changed.stop :], b[changed.stop :])
 
 
+@pytest.mark.parametrize("sink", [True, False])
+def test_a_weight_written_before_backward_is_an_error(sink):
+    """Any of them, though not all are inputs of the autograd function where gradients go into a sink."""
+    recipe = RECIPES["blockwise"]
+    made, (room, alignment) = linears(recipe), filled(recipe)
+    step = StepContext(grads=Sink(made, True)) if sink else None
+    y = GroupedLinear(made)(rows(recipe, 1, IN), torch.tensor(room).cumsum(0).int(), step, alignment=alignment)
+    with torch.no_grad():
+        made[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_view_where_weights_lie_at_one_distance():
     flat = torch.arange(60.0)
     parts = [flat[start : start + 6].view(2, 3) for start in (3, 13, 23)]

@@ -27,7 +27,7 @@ def test_delayed_uses_the_history_and_records_in_training_only():
         "layer.weight/weight": linear.weight.abs().max().item(),
         "layer.weight/grad_output": dy.abs().max().item(),
     }
-    history.recorded.clear()
+    history.taken.clear()
     with torch.no_grad():
         linear(x, StepContext(phase=Phase.EVAL, scaling=history))
     assert history.recorded == []

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megafp8.fp8 import Linear, gemm, get_recipe, reference, triton_gemm
+from megafp8.fp8 import Linear, decoded_gemm, gemm, get_recipe, reference, triton_gemm
 from megafp8.fp8.formats import Scale, Tile
 from megafp8.fp8.grouped_linear import GroupedLinear
 from megafp8.fp8.storage import QuantizedStorage
@@ -17,7 +17,8 @@ from megafp8.step import StepContext
 from tests.fp8 import test_grouped_gemm, test_grouped_linear
 
 BLACKWELL = gemm.Capability(triton=True, any_layout=True, native_mxfp8=True)
-HOPPER = gemm.Capability(cublaslt=True, triton=True)
+HOPPER = gemm.Capability(cublaslt=True, triton=True, grouped_bf16=True)
+OTHERS = gemm.Capability(cublaslt=True, triton=True)
 COUNTS = [32, 0, 64, 160]
 
 
@@ -28,8 +29,15 @@ def storage(data, codes):
     return QuantizedStorage(data, codes, Tile(kind, 32), Scale.E8M0, "rowwise")
 
 
+def product(a, b, dtype=torch.float32):
+    """As `reference.matmul` of operands that are exact in BF16."""
+    if dtype == torch.bfloat16 and reference._fast_bf16():
+        return a @ b.t()
+    return (a.float() @ b.float().t()).to(dtype)
+
+
 class Kernels:
-    """The functions of `kernels/gemm_scaled.py`, by the reference."""
+    """The functions of `kernels/gemm_scaled.py`, by the reference; and `torch._grouped_mm`'s."""
 
     def __init__(self):
         self.called = []
@@ -50,6 +58,16 @@ class Kernels:
             out[rows] = reference.matmul(storage(a[rows], scale_a[rows]), storage(b[g], scale_b[g]), out_dtype)
             start = end
         return out
+
+    def fprop(self, x, weight, ends):
+        self.called.append("decoded")
+        assert {x.dtype, weight.dtype} == {torch.bfloat16}
+        y = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)
+        start = 0
+        for g, end in enumerate(list(ends)):
+            y[start:end] = product(x[start:end], weight[g], x.dtype)
+            start = end
+        return y
 
     def grouped_wgrad_mxfp8(self, a, b, scale_a, scale_b, ends, *, out, accumulate, padding):
         self.called.append("grouped wgrad")
@@ -80,6 +98,7 @@ def route(monkeypatch):
         )
         monkeypatch.setattr(triton_gemm, "_kernels", lambda: (dense, grouped, kernels))
         monkeypatch.setattr(gemm, "capability", lambda device: capability)
+        monkeypatch.setattr(decoded_gemm, "grouped_matmul", kernels)
         gemm._say_emulated.cache_clear()
         return kernels
 
@@ -116,7 +135,8 @@ def of_a_layer(recipe):
         (of_experts, "blockwise", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
         (of_experts, "1d weights", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
         (of_experts, "mxfp8", BLACKWELL, ["grouped", "grouped", "grouped wgrad"]),
-        (of_experts, "mxfp8", HOPPER, ["grouped", "grouped", "grouped wgrad"]),
+        (of_experts, "mxfp8", HOPPER, ["decoded", "decoded", "grouped wgrad"]),
+        (of_experts, "mxfp8", OTHERS, ["grouped", "grouped", "grouped wgrad"]),
     ],
 )
 def test_layers_run_through_the_mxfp8_kernels_with_the_same_bits(run, name, capability, expected, route):
@@ -127,22 +147,38 @@ def test_layers_run_through_the_mxfp8_kernels_with_the_same_bits(run, name, capa
     assert kernels.called == expected
 
 
-@pytest.mark.parametrize("capability", [BLACKWELL, HOPPER], ids=["Blackwell", "Hopper"])
+@pytest.mark.parametrize("capability", [BLACKWELL, HOPPER, OTHERS], ids=["Blackwell", "Hopper", "others"])
 def test_experts_do_not_wait_for_their_sizes(capability, route, monkeypatch, caplog):
     """Where the device doesn't multiply MXFP8 the log says so, and `triton` refuses what `auto` emulates."""
     recipe, ends = get_recipe("mxfp8"), test_grouped_gemm.ends_of(COUNTS)
+    monkeypatch.setattr(test_grouped_gemm, "N", 72)
     x, dy, w = test_grouped_gemm.operands(recipe, COUNTS)
     stacks = [test_grouped_gemm.stacked([getattr(q, o) for q in w]) for o in ("rowwise", "colwise")]
     kernels = route(capability)
-    if capability is HOPPER:
+    if capability is not BLACKWELL:
         with pytest.raises(ValueError, match="no MXFP8 GEMM: use 'auto'"):
             gemm.grouped_fprop(x.rowwise, stacks[0], ends, backend="triton")
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: pytest.fail("waited"))
     gemm.grouped_fprop(x.rowwise, stacks[0], ends)
     gemm.grouped_dgrad(dy.rowwise, stacks[1], ends)
     gemm.grouped_wgrad(dy.colwise, x.colwise, ends, alignment=32)
-    assert kernels.called == ["grouped", "grouped", "grouped wgrad"]
-    assert ("emulated" in caplog.text) == (capability is HOPPER)
+    how = "decoded" if capability is HOPPER else "grouped"
+    assert kernels.called == [how, how, "grouped wgrad"]
+    assert ("emulated" in caplog.text) == (capability is not BLACKWELL)
+
+
+def test_what_is_decoded_as_it_is_multiplied(route, monkeypatch):
+    """Odd widths, FP32 results, experts that begin anywhere: `torch._grouped_mm` takes none of them."""
+    recipe, counts = get_recipe("mxfp8"), [5, 0, 130]
+    kernels, ends, called = route(HOPPER), test_grouped_gemm.ends_of(counts), []
+    for width in (70, 72):
+        monkeypatch.setattr(test_grouped_gemm, "N", width)
+        x, dy, w = test_grouped_gemm.operands(recipe, counts)
+        stack = test_grouped_gemm.stacked([q.rowwise for q in w])
+        for dtype in (torch.bfloat16, torch.float32):
+            assert gemm.grouped_fprop(x.rowwise, stack, ends, dtype).dtype == dtype
+        called += ["decoded" if width == 72 else "grouped", "grouped"]
+    assert kernels.called == called
 
 
 def test_blockwise_experts_of_odd_sizes_keep_their_tiles(route):

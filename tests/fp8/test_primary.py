@@ -5,11 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.fp8 import get_recipe
 from megafp8.fp8.formats import decode_scale, reciprocal
 from megafp8.fp8.param import Weight
-from megafp8.fp8.primary import PrimaryBytes, orientations, piece_amax, quantize_piece, scale_shape
+from megafp8.fp8.primary import PrimaryBytes, ScaleLayouts, orientations, piece_amax, quantize_piece, scale_shape
+from megafp8.fp8.storage import gemm_layout
 
 RECIPES = {
     "tensorwise": get_recipe("tensorwise"),
@@ -123,3 +125,44 @@ def test_another_scale_than_that_of_the_bytes_is_an_error():
     weight, _ = primary_weight(RECIPES["tensorwise"])
     with pytest.raises(RuntimeError, match="another scale"):
         weight.operand("fprop", torch.ones(1))
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize("shapes", [[(3, 2), (1, 1), (8, 4), (5, 7)], [(4, 8), (32, 112)]], ids=["padded", "whole"])
+def test_scales_of_many_weights_are_moved_for_gemms_together(shapes):
+    offsets = [100 * i if i < 2 else 4000 * i for i in range(len(shapes))]
+    packed, tile = torch.rand(20000) + 1, RECIPES["blockwise"].quantizer("weight").spec.tile
+    layouts = ScaleLayouts({str(i): pair for i, pair in enumerate(zip(offsets, shapes, strict=True))}, packed.device)
+    expected = {}
+    for i, (offset, shape) in enumerate(zip(offsets, shapes, strict=True)):
+        scales = packed[offset : offset + shape[0] * shape[1]].view(shape)
+        expected |= {(str(i), "rowwise"): (scales, shape[1] % 4 == 0), (str(i), "colwise"): (scales.t(), False)}
+    with Launches() as launches:
+        find = layouts.arrange(packed)
+        assert launches.names == []  # nobody has asked
+        found = {place: find(*place) for place in expected}
+    assert launches.names == ["index_select"] + ["masked_fill_"] * (shapes[0] == (3, 2))
+    for place, (scales, stays) in expected.items():
+        if stays:
+            assert found[place] is None
+            continue
+        wanted = gemm_layout(scales, tile)
+        assert torch.equal(found[place], wanted)
+        assert found[place].stride() == wanted.stride()
+        assert gemm_layout(found[place], tile) is found[place]
+        whole = found[place].as_strided((scales.shape[0], wanted.stride(0)), wanted.stride())
+        assert whole.sum() == pytest.approx(scales.sum().item(), rel=1e-5)  # padded with zeros
+        assert found[place].storage_offset() % 4 == 0

@@ -52,7 +52,10 @@ def test_norm_produces_the_quantizers_bytes(shape, recipe, centred):
     assert_same(row.rowwise, made.rowwise)
     again = norm.remake(kept, (norm.weight,), replace(want, rowwise=False), x.dtype)
     assert_same(again.colwise, made.colwise)
-    dx, (dw,), remade = norm.gradient(grad, kept, (norm.weight,), None, replace(want, rowwise=False))
+    dx, (of_weight,), remade = norm.gradient(grad, kept, (norm.weight,), None, replace(want, rowwise=False))
+    dw, before = of_weight(None, False), torch.full(norm.weight.shape, 0.3, device=CUDA)
+    assert torch.equal(of_weight(before.clone(), True), before + dw)
+    assert torch.equal(of_weight(before.clone(), False), dw.float())
     assert_same(remade.colwise, made.colwise)
     beside = normal(*shape, seed=4).to(CUDA)
     assert torch.equal(norm.gradient(grad, kept, (norm.weight,), None, False, beside).x, dx + beside)
@@ -140,6 +143,26 @@ def test_dequantized_values_are_the_references(shape, tile, format):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         got = dequantize.dequantize(data.to(CUDA), scale_inv.to(CUDA), tile, dtype).cpu()
         assert torch.equal(got.nan_to_num(1e9), reference.dequantize(data, scale_inv, tile, dtype).nan_to_num(1e9))
+
+
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+@pytest.mark.parametrize("shape", [(3, 64, 160), (2, 300, 512), (1, 40, 100)], ids=str)
+def test_stacks_of_mxfp8_weights_that_lie_apart(shape, kind):
+    """Code 0 and NaN's among them."""
+    tile = Tile(kind, 32)
+    data = torch.randint(256, (shape[0], shape[1] + 8, shape[2]), dtype=torch.uint8)[:, : shape[1]].view(E4M3.dtype)
+    codes = torch.randint(256, (shape[0], *tile.scale_shape(*shape[1:])), dtype=torch.uint8)
+    codes[:, 0, 0], codes[:, 0, -1] = 0, 255
+    for scales in (codes, codes.transpose(1, 2).contiguous().transpose(1, 2)):
+        scales = scales.view(torch.float8_e8m0fnu)
+        for dtype in (torch.bfloat16, torch.float32):
+            got = dequantize.dequantize(data.to(CUDA), scales.to(CUDA), tile, dtype).cpu()
+            want = torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scales, strict=True)])
+            assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+            there = data.to(CUDA), scales.to(CUDA)
+            for stored, right in ((there, want), ((there[0][-1], there[1][-1]), want[-1])):
+                turned = dequantize.dequantize(*stored, tile, dtype, transposed=True).cpu().transpose(-1, -2)
+                assert torch.equal(turned.nan_to_num(1e9), right.nan_to_num(1e9))
 
 
 @pytest.mark.parametrize(("groups", "n", "d"), [(8, 4, 128), (3, 1, 64), (1, 40, 32)])

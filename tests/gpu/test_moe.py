@@ -121,7 +121,7 @@ def test_layer_is_near_the_cpu(name):
         assert relative_error(got.cpu(), expected) < (0.15 if name in ("tensorwise", "delayed") else 2e-2)
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
 def test_gradients_quantized_as_they_are_spread(recipe):
     """By one kernel, or row by row copied and then quantized: the same bits, of every gradient of the layer."""
     one, other = as_spread_and_after(recipe, "cuda", 8192)

@@ -60,7 +60,9 @@ CASES = {
     "dense, one layer of many tokens, blockwise": DENSE | FP8 | MANY,
     "moe, bf16": MOE,
     "moe, blockwise": MOE | FP8,
+    "moe, tensorwise": MOE | TENSORWISE,
     "moe, tensorwise primary": MOE | PRIMARY | TENSORWISE,
+    "moe, mxfp8": MOE | FP8 | {"fp8_recipe": "mxfp8"},
     "moe, blockwise primary, recomputed": MOE | PRIMARY | FULL,
     "moe, one layer of many tokens, blockwise": MOE | FP8 | MANY,
 }  # fmt: skip

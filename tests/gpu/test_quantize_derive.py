@@ -89,6 +89,8 @@ def test_transpose(shape):
     data = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     assert torch.equal(raw(kernels.transpose(data)), data.view(torch.uint8).t().contiguous())
     assert torch.equal(raw(kernels.transpose(data.t())), data.view(torch.uint8))
+    stack = torch.randint(0, 256, (3, shape[0] + 16, shape[1]), dtype=torch.uint8, device=DEVICE)[:, : shape[0]]
+    assert torch.equal(kernels.transpose(stack), stack.transpose(1, 2).contiguous())
 
 
 @pytest.mark.parametrize("kind", ["1d", "2d"])

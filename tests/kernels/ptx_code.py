@@ -58,6 +58,9 @@ BY_NAME = {
     "cvt": "convert",
     "prmt": "permute_bytes",
     "atom": "atomic",
+    "vote": "ballot",
+    "popc": "count_bits",
+    "redux": "reduce_warp",
 }
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
@@ -102,7 +105,7 @@ def _handler(instruction: Instruction) -> str:
         return BY_NAME.get(name, "")
     if last == "pred":
         return "logic"
-    if (last in ("f32", "bf16x2") and name in FLOATS) or (name, last) == ("mul", "bf16"):
+    if (last in ("f32", "f64", "bf16x2") and name in FLOATS) or (name, last) in (("mul", "bf16"), ("abs", "f16x2")):
         return "arithmetic"
     if re.fullmatch(r"[bus]\d+", last) and (name in INTEGERS or name in ("shl", "shr", "bfe")):
         return "integer"

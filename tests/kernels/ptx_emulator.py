@@ -24,7 +24,7 @@ FP8 = {"e4m3x2": (ml_dtypes.float8_e4m3fn, 448.0), "e5m2x2": (ml_dtypes.float8_e
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 FIRST_ADDRESS = 4096  # of global memory; below it, nothing may be touched
 LOCKSTEP = 16384  # threads that execute together
-SEVERAL = -2  # in place of a warp's number
+SEVERAL, ATOMIC = -2, -3  # in place of a warp's number
 
 
 class SharedMemory:
@@ -63,6 +63,14 @@ class SharedMemory:
         self.data[index] = data
         if (self.data[index] != data).any():
             raise AssertionError("race: several threads write to the same shared memory, no barrier between")
+
+    def note_atomics(self, index: np.ndarray, active: np.ndarray) -> None:
+        """Warps may add to the same bytes at once; whoever reads them otherwise, or wrote them, needs a barrier."""
+        warp = np.broadcast_to(self.warps[active][:, None], index.shape)
+        for epoch, toucher in (self.written, self.read):
+            if ((epoch[index] == self.epoch) & (toucher[index] != warp) & (toucher[index] != ATOMIC)).any():
+                raise AssertionError("race: an atomic to shared memory that another warp touches, no barrier between")
+        self.written[0][index], self.written[1][index] = self.epoch, ATOMIC
 
 
 class Programs:
@@ -142,8 +150,8 @@ class Programs:
         kind = UNSIGNED[bits]
         if operand in self.special:
             return np.broadcast_to(np.asarray(self.special[operand]), self.threads).astype(kind)
-        if operand.startswith("0f"):
-            return np.full(self.threads, int(operand[2:], 16), np.uint32)
+        if operand.startswith(("0f", "0d")):
+            return np.full(self.threads, int(operand[2:], 16), np.uint32 if operand[1] == "f" else np.uint64)
         if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", operand):
             return np.full(self.threads, int(operand.rstrip("U"), 0) & ((1 << bits) - 1), kind)
         if operand not in self.registers:
@@ -243,13 +251,18 @@ class Programs:
 
     def atomic(self, parts: list[str], operands: list[str]) -> None:
         combine = {"max": max, "add": lambda a, b: a + b}.get(parts[-2])
-        if combine is None or parts[-1] not in ("s32", "u32"):
+        if combine is None or parts[-1] not in ("s32", "u32", "u64") or parts[1] not in ("global", "shared"):
             raise NotImplementedError(".".join(parts))
+        kind, size = (np.int64, 8) if parts[-1] == "u64" else (np.int32, 4)
         active = np.flatnonzero(np.ones(self.threads, bool) if self.mask is None else self.mask)
-        where, new = self.address(operands[1]), self.value(operands[2]).view(np.int32)
-        old = np.zeros(self.threads, np.int32)
+        where, new, memory = self.address(operands[1]), self.value(operands[2], 8 * size).view(kind), self.memory
+        if parts[1] == "shared":
+            assert not active.size or (where[active].min() >= 0 and where[active].max() + size <= self.shared.size)
+            where, memory = where + self.thread // self.width * self.shared.size, self.shared.data
+            self.shared.note_atomics(where[active][:, None] + np.arange(size), active)
+        old = np.zeros(self.threads, kind)
         for thread in active:
-            cell = self.memory[where[thread] : where[thread] + 4].view(np.int32)
+            cell = memory[where[thread] : where[thread] + size].view(kind)
             old[thread] = cell[0]
             cell[0] = combine(int(cell[0]), int(new[thread]))
         self.write(operands[0], old)
@@ -295,6 +308,19 @@ class Programs:
         source = {"bfly": lane ^ by, "up": np.where(lane >= by, lane - by, lane), "idx": by % 32}[parts[2]]
         self.write(operands[0].split("|")[0], self.value(operands[1])[self.thread - lane + source])
 
+    def ballot(self, parts: list[str], operands: list[str]) -> None:
+        bits = self.predicate(operands[1]).reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+        self.write(operands[0], np.repeat(bits.sum(1).astype(np.uint32), 32))
+
+    def count_bits(self, parts: list[str], operands: list[str]) -> None:
+        bits = np.unpackbits(self.value(operands[1]).view(np.uint8).reshape(-1, 4), axis=1)
+        self.write(operands[0], bits.sum(1).astype(np.uint32))
+
+    def reduce_warp(self, parts: list[str], operands: list[str]) -> None:
+        combine = {"add": np.add, "max": np.maximum, "min": np.minimum}[parts[2]]
+        values = self.typed(operands[1], parts[-1]).reshape(-1, 32)
+        self.write(operands[0], np.repeat(combine.reduce(values, axis=1).astype(values.dtype), 32))
+
     def permute_bytes(self, parts: list[str], operands: list[str]) -> None:
         source = np.stack([self.value(o) for o in operands[1:3]], 1).view(np.uint8)
         selector = self.value(operands[3])[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & 0xF
@@ -334,13 +360,13 @@ class Programs:
 
     def arithmetic(self, parts: list[str], operands: list[str]) -> None:
         name = parts[0]
+        if name == "abs" and parts[-1].endswith("f16x2"):  # NaN's bits too lose only their sign
+            self.write(operands[0], self.value(operands[1]) & np.uint32(0x7FFF7FFF))
+            return
         with np.errstate(all="ignore"):
             if parts[-1] in ("bf16", "bf16x2"):
                 bits = 16 if parts[-1] == "bf16" else 32
                 values = [self.value(o, bits).view(BF16).astype(np.float32) for o in operands[1:]]
-                if name == "abs":  # NaN's bits too lose only their sign
-                    self.write(operands[0], self.value(operands[1]) & np.uint32(0x7FFF7FFF))
-                    return
                 if "xorsign" in parts:  # the larger magnitude, under the product of the signs
                     sign = np.signbit(values[0]) ^ np.signbit(values[1])
                     values = [np.abs(value) for value in values]
@@ -348,8 +374,9 @@ class Programs:
                 result = np.where(sign, -result, result).astype(BF16) if "xorsign" in parts else result
                 result = np.where(np.isnan(result), np.uint16(0x7FFF), result.view(np.uint16)).view(f"uint{bits}")
             else:
-                values = [self.single(o) for o in operands[1:]]
-                result = FLOATS[name](*values).astype(np.float32)
+                values = [self.typed(o, parts[-1]) for o in operands[1:]]
+                function = np.maximum if (name, "NaN" in parts) == ("max", True) else FLOATS[name]
+                result = function(*values).astype(values[0].dtype)
         self.write(operands[0], result)
 
     def integer(self, parts: list[str], operands: list[str]) -> None:

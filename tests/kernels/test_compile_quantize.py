@@ -3,7 +3,14 @@ written 16 bytes at a time, shared memory fits."""
 
 import pytest
 import torch
-from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
+from megafp8.kernels import (
+    norm_quantize,
+    quantize,
+    quantize_configs,
+    quantize_derive,
+    quantize_experts,
+    swiglu_quantize,
+)
 
 from megafp8.fp8.formats import E4M3, E5M2, OperandSpec, Scale, Tile
 from tests.cases import quick
@@ -23,6 +30,8 @@ HIDDEN = torch.empty(128, 7168, dtype=torch.bfloat16)
 WEIGHT = torch.empty(7168, dtype=torch.bfloat16)
 OFFSETS = torch.zeros(9, dtype=torch.int64)
 INDEX = torch.zeros(256, dtype=torch.int64)
+ENDS = torch.zeros(100, dtype=torch.int32)
+EACH = torch.ones(100)
 ONE = torch.ones(1)
 FLAG = torch.zeros(1, dtype=torch.int32)
 BYTES = quantize.allocate(256, 1024, BLOCKWISE, X.device)
@@ -50,6 +59,9 @@ LAUNCHES = {
     "grouped derived": lambda: quantize_derive.quantize_grouped(
         X, OFFSETS, BLOCKWISE, alignment=16, index=INDEX, derived=True
     ),
+    "row amax": lambda: quantize_experts.row_amaxes(ROWS),
+    "experts": lambda: quantize_experts.quantize_experts(X, ENDS, GRADIENT, True, True, amax=EACH, index=INDEX),
+    "experts as they lie": lambda: quantize_experts.quantize_experts(X, ENDS, TENSORWISE, True, True, scale=EACH),
     "derived": lambda: quantize_derive.derive_colwise(*BYTES, BLOCKWISE),
     "transpose": lambda: quantize_derive.transpose(BYTES[0]),
     "norm rows": lambda: norm_quantize.rms_norm_quantize(HIDDEN, WEIGHT, BLOCKWISE),
@@ -65,6 +77,12 @@ LAUNCHES = {
     "swiglu gradient, y": lambda: swiglu_quantize.swiglu_grad_quantize(X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE),
     "swiglu gradient, y, tensor": lambda: swiglu_quantize.swiglu_grad_quantize(
         X[:, :512], X, GRADIENT, y_spec=TENSORWISE, y_scale=ONE
+    ),
+    "swiglu of experts": lambda: swiglu_quantize.swiglu_quantize(
+        X, TENSORWISE, x_spec=BLOCKWISE, weights=torch.ones(256), ends=ENDS
+    ),
+    "swiglu gradient of experts": lambda: swiglu_quantize.swiglu_grad_quantize(
+        X[:, :512], BYTES, GRADIENT, y_spec=TENSORWISE, y_amax=EACH, weights=torch.ones(256), ends=ENDS
     ),
     "swiglu gradient kept": lambda: swiglu_quantize.swiglu_grad_quantize(
         X[:, :512], X, BLOCKWISE, y_spec=BLOCKWISE, high_precision=True
@@ -97,6 +115,8 @@ QUICK = {
     "tensorwise both",
     "delayed",
     "grouped derived",
+    "experts",
+    "swiglu gradient of experts",
     "derived",
     "transpose",
     "norm both",

@@ -12,7 +12,13 @@ import torch
 from megafp8.kernels import quantize
 
 from tests.cases import quick
-from tests.gpu import test_quantize, test_quantize_derive, test_quantize_fused, test_quantize_producers
+from tests.gpu import (
+    test_quantize,
+    test_quantize_derive,
+    test_quantize_experts,
+    test_quantize_fused,
+    test_quantize_producers,
+)
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
 from tests.kernels import testing
 from tests.kernels.ptx_emulator import SharedMemory
@@ -110,6 +116,23 @@ def test_producers_under_tensor_tiles():
     test_quantize_producers.test_norm_under_tensor_tiles((12, 256), "tensorwise")
     test_quantize_producers.test_swiglu_with_row_weights((20, 128), "tensorwise_e5m2")
     test_quantize_producers.test_first_passes_walk_over_all_tiles(-1)
+
+
+def test_one_scale_an_expert():
+    """CASES 11, 12."""
+    test_quantize_experts.test_rows_picked_by_an_index("tensorwise_e5m2", [128, 0, 128], holes)
+    test_quantize_experts.test_no_rows_at_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [None, "amax", "scale"])
+def test_rows_of_experts_as_they_lie(given):
+    test_quantize_experts.test_rows_as_they_lie("tensorwise", given, torch.bfloat16)
+
+
+@pytest.mark.parametrize("source", quick(["values", "bytes"], {"values"}))
+def test_swiglu_of_experts_with_one_scale_each(source):
+    test_quantize_experts.test_swiglu_and_its_gradient("tensorwise", source)
 
 
 @pytest.mark.slow

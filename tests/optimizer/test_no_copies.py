@@ -3,7 +3,10 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.optimizer.helpers import make_optimizer, make_param
+from megafp8.fp8 import get_recipe
+from megafp8.fp8.param import Weight
+from megafp8.optimizer import AdamWOptions, Optimizer, Sharding
+from tests.optimizer.helpers import make_optimizer, make_param, set_grads
 
 COPIES = {"clone", "copy_", "_to_copy", "cat", "stack", "_copy_from", "contiguous", "index", "index_select"}
 MEASURES = {torch.float64}  # of the norm: read to be squared and added up, not kept
@@ -58,3 +61,32 @@ def test_the_watch_sees_a_copy(monkeypatch):
     flats = optimizer.grads.state.flats
     monkeypatch.setattr(optimizer.grads, "parts", lambda: [[flat.clone()] for flat in flats])
     assert watched_step(optimizer, param).copies == ["clone"]
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return out
+
+
+def test_fp8_primary_weights_cost_a_step_a_transposition_each_and_little_for_all():
+    """Scales come into the layout of GEMMs together, not with two launches a weight."""
+    params = [make_param(name, (384, 640)) for name in "abcde"]
+    for _, param in params:
+        param.owner = Weight(param, get_recipe("blockwise"))
+    optimizer = Optimizer(params, AdamWOptions(), seed=1, sharding=Sharding(fp8_primary=True))
+    set_grads(optimizer, torch.Generator().manual_seed(0))
+    optimizer.step(lr=1e-3, weight_decay=0.1, valid_tokens=4)
+    with Operations() as operations:
+        for _ in range(3):
+            for _, param in params:
+                param.owner.operand("fprop", all_copies=True)
+                param.owner.operand("dgrad")
+    assert sorted(operations.names) == ["clone"] * 5 + ["index_select", "masked_fill_"]

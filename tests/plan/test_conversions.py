@@ -55,9 +55,17 @@ def test_flags_move_the_ledger():
     assert wide["mlp.router", "forward, backward"].target == "fp64"
     assert experts["mlp.experts.*.fc1 input", "forward"].fused == "rows of experts"
     assert experts["mlp.experts.*.fc1 weight", "forward"].times == 4 * 128
-    each = ledger("tensorwise", preset="qwen3-30b-a3b")  # a scale an expert: no producer knows it
-    for key in (("fc1 input", "forward"), ("fc1 grad_output", "backward"), ("fc2 input", "backward")):
-        assert each[f"mlp.experts.*.{key[0]}", key[1]].fused == ""
+    each = ledger("tensorwise", preset="qwen3-30b-a3b")  # a scale an expert, known before rows are made
+    made = {"fc1 input": "rows of experts", "fc2 input": "SwiGLU"}, {
+        "fc1 grad_output": "SwiGLU's gradient",
+        "fc2 grad_output": "rows of experts",
+        "fc2 input": "SwiGLU's gradient",
+    }
+    for when, places in zip(("forward", "backward"), made, strict=True):
+        for place, inside in places.items():
+            assert each[f"mlp.experts.*.{place}", when].fused == inside
+    tokens, rows = 32768 * 2048, 8 * 32768 * 2048
+    assert each["mlp.experts.*.fc1 input", "forward"].nbytes == 2 * rows + 2 * tokens + 2 * 4
     assert each["mlp.experts.*.fc2 input", "forward"].orientations == "row"
 
 

@@ -282,6 +282,9 @@ def test_the_hosts_part_of_a_layer(tmp_path):
     found = json.loads((tmp_path / "h").read_text())
     assert found["blockwise"]["calls"] < 1000
     assert found["delayed"]["calls"] < 1120
+    argv = ["--launches", "--recipes", "blockwise", "--repeats", "1", "--output", str(tmp_path / "launches")]
+    assert bench_host.main(argv) == 0
+    assert json.loads((tmp_path / "launches").read_text())["blockwise"]["calls"] < 2700
     assert (torch.nn.functional.scaled_dot_product_attention, bench_host.gemm.capability) == before
 
 

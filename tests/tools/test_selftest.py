@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,7 +18,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 import selftest_checks  # noqa: E402
 import selftest_nccl  # noqa: E402
 import selftest_runs  # noqa: E402
-from selftest_trace import communication_of, length, union  # noqa: E402
+import selftest_speed  # noqa: E402
+import selftest_steps  # noqa: E402
+from selftest_trace import after_marker, busy_of, communication_of, length, union  # noqa: E402
+
+from megafp8.parallel import ParallelContext, fake_parallel  # noqa: E402
+from megafp8.training import trainer  # noqa: E402
+from megafp8.training.build import build_parts  # noqa: E402
 
 
 def kernel(name: str, begin: float, end: float) -> dict:
@@ -25,19 +32,46 @@ def kernel(name: str, begin: float, end: float) -> dict:
 
 
 def test_exposed_communication_is_what_no_other_kernel_covers():
-    early = [kernel("gemm", 0, 100), kernel("ncclDevKernel_AllGather", 100, 200)]
-    late = [
+    kernels = [
         kernel("ncclDevKernel_AllGather", 1000, 1300),
         kernel("gemm", 1100, 1200),
         kernel("ncclDevKernel_ReduceScatter", 1250, 1400),
         kernel("gemm", 1350, 1500),
     ]
-    barrier = [kernel("ncclDevKernel_AllReduce", 1600, 9000)]
-    found = communication_of(early + late + barrier, 0.6)
+    found = communication_of(kernels)
     assert found["communication_ms"] == pytest.approx(0.4)
     assert found["exposed_ms"] == pytest.approx(0.25)  # 1000-1100 and 1200-1350
-    assert communication_of(early + late + barrier, 0.6, 2)["exposed_ms"] == pytest.approx(0.125)
-    assert communication_of([], 1.0) == {}
+    assert communication_of(kernels, 2)["exposed_ms"] == pytest.approx(0.125)
+    assert communication_of([]) == {}
+
+
+def test_busy_time_is_told_by_class():
+    kernels = [
+        kernel("gemm_kernel", 0, 100),
+        kernel("quantize_2d_kernel", 50, 120),
+        kernel("bfloat16_copy_kernel_cuda", 120, 130),  # a cast
+        kernel("adamw_tiles_kernel", 200, 300),
+        kernel("ncclDevKernel_AllGather", 290, 310),
+        kernel("Memset (Device)", 400, 410),
+    ]
+    found = busy_of(kernels)
+    busy = {"gemm": 0.1, "attention": 0, "quantize": 0.08, "optimizer": 0.1, "communication": 0.02, "other": 0.01}
+    assert found["busy_ms"] == pytest.approx(busy)
+    assert found["idle_ms"] == pytest.approx(0.16)  # 130-200 and 310-400
+    assert busy_of(kernels, 4)["busy_ms"]["gemm"] == pytest.approx(0.025)
+    assert busy_of([]) == {}
+
+
+def test_what_ran_before_the_marker_is_left_out():
+    """That is the barrier at which ranks wait for each other's profiler."""
+    events = [
+        kernel("gemm", 30, 40) | {"cat": "kernel"},
+        kernel("ncclDevKernel_AllReduce", 0, 9) | {"cat": "kernel"},
+        kernel("spin_kernel(long)", 10, 11) | {"cat": "kernel"},
+        kernel("Memset", 20, 21) | {"cat": "gpu_memset"},
+        kernel("cudaLaunchKernel", 22, 23) | {"cat": "cuda_runtime"},
+    ]
+    assert [event["name"] for event in after_marker(events)] == ["Memset", "gemm"]
 
 
 def test_union_of_spans():
@@ -146,11 +180,92 @@ def test_a_wrong_number_is_seen(tmp_path, monkeypatch):
     assert (name, check()["passed"]) == ("PP2 zero-bubble fp32 = one", False)
 
 
+FASTER = {"ms": [9.0, 10.0, 99.0], "gather_mib": 50.0}
+OFF = {"ms": [10.0, 10.0, 10.0], "gather_mib": 100.0}
+
+
+def test_a_switch_is_judged_by_rounds_in_which_both_ran():
+    """One bad round of either decides nothing; bytes are a step's."""
+    found = selftest_speed.on_the_wire("--fp8-param-gather", OFF, FASTER)
+    assert found == {"bytes_to_off": 0.5, "speed_to_off": 1.0, "passed": True}
+    slower = FASTER | {"ms": [12.0, 10.0, 11.0]}
+    assert not selftest_speed.on_the_wire("--fp8-param-gather", OFF, slower)["passed"]
+    assert not selftest_speed.on_the_wire("--fp8-param-gather", OFF, FASTER | {"gather_mib": 56.0})["passed"]
+
+
+def measured(monkeypatch, runner: selftest_runs.Runner) -> list[dict[str, selftest_runs.Flags]]:
+    """What `selftest_speed` measures from now on, without measuring it."""
+    calls = []
+
+    def measure(runner, runs, plan):
+        calls.append(runs)
+        return {
+            name: FASTER | {"tokens_per_second": 2.0, "traffic": {("gather", "dp"): 2**20, ("deal", "ep"): 2**21}}
+            for name in runs
+        }
+
+    monkeypatch.setattr(selftest_speed, "measure", measure)
+    return calls
+
+
+def test_cases_can_be_chosen_and_a_switch_takes_turns_with_itself_off(tmp_path, monkeypatch):
+    runner = selftest_runs.Runner(tmp_path, "cuda", "0")
+    calls = measured(monkeypatch, runner)
+    every = list(selftest_speed.Speed(runner, 2).checks(["bf16", "blockwise"]))
+    assert {name.split(", ")[1][:3] for name, _ in every} == {"DP2", "EP2", "TP2"}
+    chosen = list(selftest_speed.Speed(runner, 2, ("EP",)).checks(["bf16", "blockwise"]))
+    assert [name.partition("EP2 ")[2] for name, _ in chosen] == ["bf16", "blockwise", "blockwise --moe-fp8-dispatch"]
+    rows = [check() for _, check in chosen]
+    assert [list(runs) for runs in calls] == [["on"], ["on"], ["off", "on"]]
+    assert set(calls[2]["on"]) - set(calls[2]["off"]) == {"--moe-fp8-dispatch"}
+    assert "--deterministic-mode" not in calls[0]["on"]
+    assert rows[2] == {
+        **FASTER, "tokens_per_second": 2.0, "gather_mib": 1.0, "deal_mib": 2.0, "to_bf16": 1.0, "bytes_to_off": 1.0,
+        "speed_to_off": 1.0, "passed": False, "off": rows[2]["off"],
+    }  # fmt: skip
+
+
+def test_a_switch_that_fails_says_where_both_steps_went():
+    row = {"name": "x", "passed": False, "step_ms": 10.0, "ms": [10.0, 11.0], "host_ms": 3.0, "speed_to_off": 0.9}
+    busy = {"busy_ms": {"gemm": 5.0, "other": 1.0}, "idle_ms": 0.5, "exposed_ms": 0.25}
+    text = selftest_nccl.line(row | busy | {"off": row}).splitlines()
+    assert text[0].endswith("10.0 ms a step, host 3.0 ms, speed 0.900 of off, exposed 0.2 ms")
+    assert text[1:] == [
+        "         off: rounds 10.0 11.0 ms a step, host 3.0; profiled: nothing",
+        "         on: rounds 10.0 11.0 ms a step, host 3.0; profiled: gemm 5.0, other 1.0, idle 0.5, exposed 0.2",
+    ]
+    assert len(selftest_nccl.line(row | busy | {"off": row, "passed": True}).splitlines()) == 1
+
+
+@pytest.mark.parametrize("switch", [(), (selftest_speed.GATHER,)], ids=["bf16", "fp8"])
+def test_bytes_are_those_of_a_step_alone(switch, tmp_path, monkeypatch):
+    """Building FP8 weights gathers them once, which no step does."""
+    flags = [flag for flag in selftest_runs.model_flags("cpu", tmp_path) if flag not in ("--data-path", "--split")]
+    flags = [flag for flag in flags if flag not in (str(tmp_path / "data_text_document"), "100,0,0")]
+    flags += ["--mock-data", *selftest_runs.MODELS["dense"], *selftest_runs.RECIPES["blockwise"]]
+    flags += [*selftest_runs.ZERO1, *selftest_speed.OVERLAP, *switch]
+    config = selftest_runs.parse_args(flags, env={"WORLD_SIZE": "2"})
+    alone = trainer.build_watchdog(config, ParallelContext())
+    monkeypatch.setattr(trainer, "build_watchdog", lambda *args: alone)
+    with fake_parallel(config, meter=selftest_runs.Meter()) as parallel:
+        runner = selftest_runs.Runner(tmp_path, "cpu", "0")
+        monkeypatch.setattr(runner, "build", lambda flags: build_parts(config, parallel, torch.device("cpu")))
+        steps = selftest_steps.Steps(runner, ())
+        first = steps.traffic()
+        steps.run(2)
+        assert steps.traffic() == first
+        layouts = steps._parts.optimizer.layouts
+        assert first["gather", "dp"] == sum(layout.numel // 2 * layout.dtype.itemsize for layout in layouts)
+        assert (parallel.meter.bytes["gather", "dp"] > 5 * first["gather", "dp"]) == bool(switch)
+        assert steps.tokens == 4 * 16
+        assert steps.profile(1) == {}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_on_the_cpu(tmp_path):
     env = os.environ | {"DEVICE": "cpu", "GPUS": "2", "RECIPES": "fp32 blockwise", "OMP_NUM_THREADS": "1", "JOBS": "1"}
-    env |= {"PARTS": "layouts switches checkpoint collectives", "CHECK_SECONDS": "300"}
+    env |= {"PARTS": "layouts switches checkpoint collectives speed", "CASES": "DP EP", "CHECK_SECONDS": "300"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     script = ["bash", "tools/selftest_nccl.sh", str(tmp_path)]
     done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True)

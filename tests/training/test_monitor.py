@@ -52,9 +52,10 @@ def test_saturated_elements_are_those_beyond_rounding():
     assert found["saturated"] == 0.5
 
 
-def test_a_non_finite_element_is_counted_and_does_not_spoil_the_rest():
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_element_is_counted_and_does_not_spoil_the_rest(value):
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
-    x[3, 4] = math.nan
+    x[3, 4] = value
     found, _ = numbers(x, get_recipe("blockwise").quantizer("input").quantize(x))
     assert found["nonfinite"] == 1
     assert found["amax"] == math.inf

@@ -9,7 +9,19 @@ of ours are errors.
 from collections.abc import Callable
 
 from megafp8.config.config import Config
-from megafp8.config.validate import data, experts, fp8, latent, logging, model, one_rank, pipeline, schedule, training
+from megafp8.config.validate import (
+    data,
+    experts,
+    fp8,
+    graphs,
+    latent,
+    logging,
+    model,
+    one_rank,
+    pipeline,
+    schedule,
+    training,
+)
 from megafp8.config.validate.files import check_files, require_checkpoints
 from megafp8.config.validate.idle import idle_notes
 from megafp8.config.validate.limits import check_limits
@@ -51,6 +63,7 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     training.length,
     training.skipped_iterations,
     training.recompute,
+    graphs.cuda_graphs,
     training.checkpoints,
     schedule.optimizer,
     schedule.precision,

@@ -127,6 +127,11 @@ IDLE = (
         "--moe-token-dispatcher-type is not flex",
     ),
     Idle(("cp_comm_type",), lambda c: c.parallel.context_parallel_size == 1, "context-parallel size is 1"),
+    Idle(
+        ("cuda_graph_modules", "cuda_graph_warmup_steps"),
+        lambda c: c.train.cuda_graph_impl == "none",
+        "without --cuda-graph-impl local",
+    ),
     Idle(("distributed_backend",), lambda c: c.train.device == "cpu", "--device cpu always uses gloo"),
     Idle(
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),

@@ -19,7 +19,7 @@ AT_LEAST: dict[int, tuple[str, ...]] = {
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "distributed_timeout_minutes"),
         *("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "eval_interval"),
         *("exit_interval", "exit_duration_in_mins", "recompute_num_layers", "fp8_fallback_after"),
-        *("cross_entropy_chunks",),
+        *("cross_entropy_chunks", "cuda_graph_warmup_steps"),
         *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
         *("save_interval", "save_retain_interval", "log_interval"),
         *("microbatch_group_size_per_vp_stage",),

@@ -66,7 +66,7 @@ class Here:
 
     def receive(self, sent: _Sent) -> ExpertRows:
         rows = _Rows.apply(sent.x, sent.order, sent.spec)
-        return ExpertRows(rows, permute_weights(sent.weights, sent.order), sent.order.counts, sent.spec.alignment)
+        return ExpertRows(rows, permute_weights(sent.weights, sent.order), sent.order.ends, sent.spec.alignment)
 
     def bring_back(self, y: Tensor, sent: _Sent, gradient: RowSpec | None = None) -> Tensor:
         return combine(y, sent.order, gradient)
@@ -78,7 +78,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Permutation, spec: RowSpec) -> Tensor | QuantizedTensor:
         ctx.save_for_backward(order.rows, order.kept)
-        return take_rows(x, order.tokens, spec, x.dtype)
+        return take_rows(x, order.tokens, spec, x.dtype, order.ends)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None]:
@@ -115,7 +115,7 @@ class AllToAll:
 
     def receive(self, sent: _Moving) -> ExpertRows:
         rows, weights = exchange.receive(sent.on_the_way, sent.move, sent.spec)
-        return ExpertRows(rows, weights, sent.move.incoming.counts, sent.spec.alignment)
+        return ExpertRows(rows, weights, sent.move.incoming.ends, sent.spec.alignment)
 
     def bring_back(self, y: Tensor, sent: _Moving, gradient: RowSpec | None = None) -> Tensor:
         return exchange.receive_back(exchange.send_back(y, sent.move, gradient), sent.move)
@@ -135,8 +135,8 @@ class AllGather:
         return Everywhere(self.axis, self.wire.tokens, x, weights, routing.experts, capacity, spec)
 
     def receive(self, sent: Everywhere) -> ExpertRows:
-        rows, weights, counts = sent.receive(self.first, self.count)
-        return ExpertRows(rows, weights, counts, sent.spec.alignment)
+        rows, weights, ends = sent.receive(self.first, self.count)
+        return ExpertRows(rows, weights, ends, sent.spec.alignment)
 
     def bring_back(self, y: Tensor, sent: Everywhere, gradient: RowSpec | None = None) -> Tensor:
         return sum_over(combine(y, sent.order, gradient), self.axis, scatter=True)
@@ -160,7 +160,7 @@ class ByLibrary:
 
     def receive(self, sent: tuple[Trip, Tensor, Tensor]) -> ExpertRows:
         trip, rows, weights = sent
-        return ExpertRows(rows, weights, trip.order.counts, trip.spec.alignment)
+        return ExpertRows(rows, weights, trip.order.ends, trip.spec.alignment)
 
     def bring_back(self, y: Tensor, sent: tuple[Trip, Tensor, Tensor], gradient: RowSpec | None = None) -> Tensor:
         return back(combine(y, sent[0].order, gradient), sent[0])

@@ -43,7 +43,7 @@ class Everywhere:
         self._moving = [axis.post_gather(part.contiguous()) for part in moving]
 
     def receive(self, first: int, count: int) -> tuple[Tensor | QuantizedTensor, Tensor, Tensor]:
-        """The rows of experts `first` to `first + count` as `spec` says, [R, hidden]; weights FP32 [R]; counts [count].
+        """The rows of experts `first` to `first + count` as `spec` says, [R, hidden]; weights FP32 [R]; their ends.
 
         Waits for the number of rows, the only wait for the device.
         """
@@ -54,7 +54,7 @@ class Everywhere:
         self.order = order.cut(int(order.counts.sum()))
         rows, of_rows = _Take.apply(self.x, self.weights, self, tokens, weights, self.spec)
         self.x = self.weights = None
-        return rows, of_rows, self.order.counts
+        return rows, of_rows, self.order.ends
 
     def _arrived(self) -> list[Tensor]:
         moving, self._moving = self._moving, []
@@ -70,7 +70,7 @@ class _Take(torch.autograd.Function):
     ) -> tuple[Tensor | QuantizedTensor, Tensor]:
         ctx.axis, ctx.order, order = sent.axis, sent.order, sent.order
         source = tokens if sent.quantizer is None else unpack(sent.quantizer, tokens, x.shape[1])
-        rows = take_rows(source, order.tokens, spec, x.dtype)
+        rows = take_rows(source, order.tokens, spec, x.dtype, order.ends)
         return rows, spread(all_weights.reshape(-1, 1), order.choices, order.empty).squeeze(1)
 
     @staticmethod

@@ -107,7 +107,7 @@ class _Receive(torch.autograd.Function):
         arrived = exchange.arrived()
         if exchange.wire.tokens is not None:
             arrived = unpack(exchange.wire.tokens, arrived, exchange.hidden)
-        x = take_rows(arrived, order.choices, spec, exchange.dtype)
+        x = take_rows(arrived, order.choices, spec, exchange.dtype, order.ends)
         return x, spread(exchange.arrived(), order.choices, order.empty).squeeze(1)
 
     @staticmethod
@@ -135,7 +135,7 @@ class _SendBack(torch.autograd.Function):
             return take_rows(rows, order.choices, wanted, exchange.dtype), None, None
         if quantizer is not None:
             arrived = unpack_values(quantizer, arrived, exchange.hidden, exchange.dtype)
-        return spread_gradient(arrived, order.choices, order.empty, wanted), None, None
+        return spread_gradient(arrived, order.choices, order.empty, wanted, order.ends), None, None
 
 
 class _ReceiveBack(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from megafp8.core.tensor_parallel.specs import replicated
 from megafp8.core.transformer.mlp import MLP
 from megafp8.core.transformer.recompute import remade
 from megafp8.fp8 import Linear
+from megafp8.fp8.expert_scales import Groups
 from megafp8.fp8.grouped_linear import GroupedLinear, can_group, rows_alignment
 from megafp8.fp8.grouped_rows import RowSpec
 from megafp8.fp8.tensor import QuantizedTensor
@@ -26,17 +28,14 @@ from megafp8.step import StepContext
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; counts: int64 [E], rows of
-    each, multiples of `alignment`. Rows past the last expert's are nobody's. alignment: None for one by one."""
+    """What the experts of a rank work on: x [R, hidden], rows by expert; weights: FP32 [R]; ends: int32 [E], one past
+    each one's last row, multiples of `alignment`. Rows past the last expert's are nobody's. alignment: None for one by
+    one."""
 
     x: Tensor | QuantizedTensor
     weights: Tensor
-    counts: Tensor
+    ends: Tensor
     alignment: int | None = None
-
-    @property
-    def ends(self) -> Tensor:
-        return self.counts.cumsum(0).to(torch.int32)
 
 
 class Experts(nn.ModuleList):
@@ -65,21 +64,18 @@ class Experts(nn.ModuleList):
         """Whether all run as one; else one after the other."""
         return not self.apart and all(can_group(grouped.linears) for grouped in self._grouped)
 
-    def row_spec(self, *, training: bool) -> RowSpec:
-        """How their input is wanted; training: whether backward follows."""
+    def row_spec(self, step: StepContext) -> RowSpec:
+        """How their input is wanted."""
         if not self.groups:
             return RowSpec()
-        fc1, fc2 = (grouped.linears for grouped in self._grouped)
-        quantizer, alignment = self._grouped[0].row_quantizer, math.lcm(rows_alignment(fc1), rows_alignment(fc2))
-        first = fc1[0].input_spec(training and torch.is_grad_enabled())
-        return RowSpec(quantizer, quantizer is not None and first.colwise, alignment)
+        fc1, fc2 = self._grouped
+        return fc1.row_spec(step, math.lcm(rows_alignment(fc1.linears), rows_alignment(fc2.linears)))
 
     def gradient_spec(self, rows: ExpertRows, step: StepContext) -> RowSpec | None:
         """How the gradient of their output is wanted; None: in high precision."""
         if rows.alignment is None or step.observer is not None:  # who observes wants to see the values
             return None
-        want = self._grouped[1].grad_want(step)
-        return None if want is None else RowSpec(want.quantizer, want.colwise, rows.alignment)
+        return self._grouped[1].gradient_spec(step, rows.alignment)
 
     def forward(self, rows: ExpertRows, step: StepContext) -> Tensor:
         """Returns [R, hidden].
@@ -92,7 +88,7 @@ class Experts(nn.ModuleList):
         mlp, options = self[0], {"ends": rows.ends, "step": step, "alignment": rows.alignment}
         inner = fc1(rows.x, **options)
         if mlp.fc2.takes_producer:
-            want = fc1.grad_want(step)
+            want = fc1.grad_want(step, Groups(rows.ends, len(rows.weights), rows.alignment))
             return fc2(inner, producer=mlp.activation, tensors=(rows.weights,), grad_want=want, **options)
         y = mlp.activation(inner, rows.weights)
         if self.recomputed or not mlp.remake:
@@ -107,7 +103,8 @@ class Experts(nn.ModuleList):
         return (torch.arange(len(rows.weights), device=rows.weights.device) < rows.ends[-1])[:, None]
 
     def _one_by_one(self, rows: ExpertRows, step: StepContext) -> Tensor:
-        counts = rows.counts.tolist()
+        ends = rows.ends.tolist()
+        counts = [end - start for start, end in pairwise([0, *ends])]
         rest = rows.x.shape[0] - sum(counts)
         *inputs, nobodys = rows.x.split([*counts, rest])
         *weights, _ = rows.weights.split([*counts, rest])

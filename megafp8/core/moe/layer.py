@@ -51,7 +51,7 @@ class MoELayer(nn.Module):
         """The sum of the routed experts' outputs; and that of the shared ones, if they run while tokens travel."""
         # A tensor-parallel rank's part of an expert sees a part of what tokens and weights give.
         weights = sum_gradient(routing.weights, self.tp)
-        spec = self.experts.row_spec(training=step.training)
+        spec = self.experts.row_spec(step)
         on_the_way = self.dispatcher.send(sum_gradient(x, self.tp), routing, weights, spec)
         shared = self._shared(x, step) if self.overlap_shared else None
         rows = self.dispatcher.receive(on_the_way)

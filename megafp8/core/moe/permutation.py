@@ -13,6 +13,7 @@ Numbers of rows stay on the device: where experts are filled up to whole tiles, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,17 +66,17 @@ class Permutation:
         rows = self.rows if self.kept is None else self.rows.where(self.kept, 0)
         return replace(self, choices=self.choices[:total], rows=rows)
 
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """The token of each row, int64 [R]; -1 for none."""
         return self.choices.div(self.rows.shape[1], rounding_mode="floor")
 
-    @property
+    @cached_property
     def empty(self) -> Tensor | None:
         """Which rows fill up, bool [R]; None: none."""
         return self.choices < 0 if self.filled else None
 
-    @property
+    @cached_property
     def ends(self) -> Tensor:
         """int32 [E]: one past each expert's last row."""
         return self.counts.cumsum(0).to(torch.int32)
@@ -106,7 +107,7 @@ def combine(y: Tensor, order: Permutation, gradient: RowSpec | None = None) -> T
 
     gradient: how y's gradient is wanted; None: in y's dtype.
     """
-    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.empty, gradient)
+    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.empty, gradient, order.ends)
 
 
 def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
@@ -125,11 +126,13 @@ def spread(x: Tensor, index: Tensor, empty: Tensor | None) -> Tensor:
     return rows if empty is None else rows.masked_fill_(empty[:, None], 0)
 
 
-def spread_gradient(x: Tensor, index: Tensor, empty: Tensor | None, wanted: RowSpec | None) -> Tensor | QuantizedTensor:
+def spread_gradient(
+    x: Tensor, index: Tensor, empty: Tensor | None, wanted: RowSpec | None, ends: Tensor
+) -> Tensor | QuantizedTensor:
     """`spread`, as `wanted`: then rows are quantized on the way, and never written in high precision."""
     if wanted is None:
         return spread(x, index, empty)
-    return take_rows(x, index, wanted, x.dtype, derives=False)
+    return take_rows(x, index, wanted, x.dtype, ends, derives=False)
 
 
 def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
@@ -168,11 +171,14 @@ class _Gather(torch.autograd.Function):
         kept: Tensor | None,
         empty: Tensor | None,
         gradient: RowSpec | None,
+        ends: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(tokens, empty)
+        ctx.save_for_backward(tokens, empty, ends)
         ctx.gradient = gradient
         return sums(y, rows, kept)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return spread_gradient(grad_output, *ctx.saved_tensors, ctx.gradient), None, None, None, None, None
+        tokens, empty, ends = ctx.saved_tensors
+        rows = spread_gradient(grad_output, tokens, empty, ctx.gradient, ends)
+        return rows, None, None, None, None, None, None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from megafp8.fp8.formats import E4M3, OperandSpec, Scale, Tile
 from megafp8.fp8.producer import Gradients, Tensors, Want, differentiate, fused_kernels, fuses
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.storage import Quantized, QuantizedStorage
+
+if TYPE_CHECKING:
+    from megafp8.kernels.swiglu_quantize import SwigluQuantized
 
 STORE = Quantizer(OperandSpec(E4M3, Tile("1d", 128), Scale.POW2))
 """How fc1's output is kept in FP8, whatever the recipe of the linears."""
@@ -92,6 +96,10 @@ class Activation:
         return stored.dequantize(dtype).view(data.shape)
 
     def produce(self, x: Tensor, tensors: Tensors, want: Want | None) -> tuple[Tensor | Quantized, Tensors]:
+        if self.store_fp8 and want is not None and self._fused(x, x.dtype, want):
+            made = self._run(x, tensors, want, x.dtype, x_spec=STORE.spec)  # one pass makes value and bytes
+            kept = STORE.store(made.x_rowwise, "rowwise")
+            return want.store(made.rowwise, made.colwise), (kept.data, kept.scale_inv)
         return self._make(x, tensors, want, x.dtype), self.keep(x)
 
     def remake(self, kept: Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
@@ -108,9 +116,16 @@ class Activation:
     ) -> Gradients:
         assert beside is None, "fc1's output goes nowhere else"
         x, again = self._source(kept, grad.dtype), remake if isinstance(remake, Want) else None
-        if self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
+        # One pass makes both only if experts' rows have scales of their own in both, or in none.
+        alike = again is None or (again.groups is None) == (want is None or want.groups is None)
+        if alike and self._fused(x, grad.dtype, want, again) and not (again and again.rowwise):
             return self._fused_gradient(grad, x, tensors, want, remake)
         value = self._make(x, tensors, again, grad.dtype) if remake else None
+        if not alike and self._fused(x, grad.dtype, want):
+            return self._fused_gradient(grad, x, tensors, want, False)._replace(value=value)
+        if want is not None and want.groups is not None and self._fused(x, grad.dtype):
+            made = self._fused_gradient(grad, x, tensors, None, False)  # experts of an odd width
+            return Gradients(want.quantize(made.x), made.tensors, value)
         x = x if isinstance(x, Tensor) else self.restore(x, grad.dtype)
         dx, of_tensors = differentiate(self._weighted, x.float(), tensors, grad.float())
         dx = dx.to(grad.dtype)
@@ -123,16 +138,25 @@ class Activation:
 
     def _make(self, x: Tensor | Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype) -> Tensor | Quantized:
         if self._fused(x, dtype, want):
-            _, kernels, _ = fused_kernels()
-            options = {"weights": tensors[0] if tensors else None, "dtype": dtype}
-            if want is None:
-                return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True, **options).y
-            options |= {"rowwise": want.rowwise, "colwise": want.colwise}
-            made = kernels.swiglu_quantize(x, want.spec, **options, **want.scaling)
-            return want.store(made.rowwise, made.colwise)
+            made = self._run(x, tensors, want, dtype)
+            return made.y if want is None else want.store(made.rowwise, made.colwise)
+        if want is not None and want.groups is not None and self._fused(x, dtype):
+            return want.quantize(self._make(x, tensors, None, dtype))  # experts of an odd width
         x = x if isinstance(x, Tensor) else self.restore(x, dtype)
         value = self._weighted(x.float(), *tensors).to(dtype)
         return value if want is None else want.quantize(value)
+
+    @staticmethod
+    def _run(
+        x: Tensor | Tensors, tensors: Tensors, want: Want | None, dtype: torch.dtype, **options: object
+    ) -> SwigluQuantized:
+        """SwiGLU's kernel, where it is the formula."""
+        _, kernels, _ = fused_kernels()
+        options |= {"weights": tensors[0] if tensors else None, "dtype": dtype}
+        if want is None:
+            return kernels.swiglu_quantize(x, STORE.spec, rowwise=False, high_precision=True, **options)
+        options |= {"rowwise": want.rowwise, "colwise": want.colwise, **want.scaling}
+        return kernels.swiglu_quantize(x, want.spec, **options)
 
     def _fused_gradient(
         self, grad: Tensor, x: Tensor | Tensors, tensors: Tensors, want: Want | None, remake: Want | bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ class TransformerBlock(nn.ModuleList):
 
     def forward(self, x: Tensor, sequences: Sequences, step: StepContext) -> Tensor:
         """x: the residual stream [T, hidden]; returns the same shape."""
+        if step.layers is not None:
+            return step.layers.run(self, x, sequences, replace(step, layers=None))
         start = 0
         while start < len(self):
             if start < self.recomputed:

@@ -73,7 +73,7 @@ class CoreAttention:
                 out = self._shared(q, k, v, sequences, p)
             elif sequences.cu_seqlens is None and not (self._window(sequences.length) and _packable(q, p)):
                 shape = sequences.batch, sequences.length
-                out = self._dense(*(x.unflatten(0, shape) for x in (q, k, v)), p)
+                out = self._dense(*(x.view(*shape, *x.shape[1:]) for x in (q, k, v)), p)
             else:
                 bounds = self._bounds(sequences.cu_seqlens, sequences.batch, sequences.length, q.device)
                 out = self._packed(q, k, v, bounds, bounds, sequences.length, sequences.length, p)
@@ -134,7 +134,8 @@ class CoreAttention:
                 scale=self.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
-        return out.transpose(1, 2)[..., :channels]
+        out = out.transpose(1, 2)
+        return out if out.shape[-1] == channels else out[..., :channels]
 
     def _packed(
         self,

@@ -10,6 +10,8 @@ rounds to the compute dtype on the way.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +20,7 @@ from megafp8.core.build import BuildContext
 from megafp8.core.tensor_parallel.specs import ONES, ZEROS, replicated
 from megafp8.fp8.producer import Gradients, Tensors, Want, differentiate, fused_kernels, fuses
 from megafp8.fp8.storage import Quantized
+from megafp8.fp8.wgrad import put
 from megafp8.params import attach_spec
 
 
@@ -114,10 +117,12 @@ class Norm(nn.Module):
         if len(kept) == 2 and fuses(x, x.dtype) and x.shape[1] <= fused_kernels()[2].WIDEST:
             grad, beside = (t if t is None or t.stride(1) == 1 else t.contiguous() for t in (grad, beside))
             options = {"weight_offset": float(self.zero_centered), "beside": beside}
-            dx, dw = fused_kernels()[2].rms_norm_grad(grad, x, weight, kept[1], **options)
+            kernels = fused_kernels()[2]
+            dx, parts = kernels.rms_norm_grad(grad, x, weight, kept[1], **options)
+            dw = partial(kernels.sum_parts, parts, weight.dtype)
         else:
-            dx, (dw,) = differentiate(self._formula, x, (weight,), grad)
-            dx = dx if beside is None else dx + beside
+            dx, (of_weight,) = differentiate(self._formula, x, (weight,), grad)
+            dx, dw = dx if beside is None else dx + beside, partial(put, of_weight)
         return Gradients(_as_wanted(dx, want), (dw,), value)
 
 

@@ -66,4 +66,4 @@ class _Shared(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         weight, *made = ctx.saved_tensors
         grads = ctx.norm.gradient(grad, tuple(made), (weight,), None, False)
-        return grads.x, grads.tensors[0], None, None
+        return grads.x, grads.tensors[0](None, False), None, None

@@ -52,8 +52,7 @@ def test_together_and_one_by_one_are_the_same_bits(recipe, store, monkeypatch):
             if scaling is not None:
                 found.append(scaling.pending().clone())
                 scaling.advance()
-        tiled = recipe in ("blockwise", "mxfp8")
-        assert asked == [together and tiled] * (2 if scaling else 1), "gradients are quantized as they are spread"
+        assert asked == [together] * (2 if scaling else 1), "gradients are quantized as they are spread"
         results.append((*found, *(p.grad for p in made.parameters())))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -77,7 +76,7 @@ def as_spread_and_after(recipe: str, device: str, tokens: int, width: int = 256)
     return results
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
 def test_gradients_quantized_as_they_are_spread(recipe, monkeypatch):
     """The same on a GPU: tests/gpu/test_moe.py."""
     asked = watch_gradients(monkeypatch)

@@ -1,0 +1,75 @@
+"""What records launches and replays them: CUDA graphs, and where there are none, calling again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """Records what is launched. One is for graphs that are replayed in the order in which they were recorded."""
+
+    def warm_up(self, run: Run) -> None:
+        """Runs what will be recorded, so that kernels are loaded and libraries have what they need."""
+        ...
+
+    def record(self, run: Run) -> Run:
+        """Returns what launches again what `run` does; `run` itself leaves its results only where it always does."""
+        ...
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Of the pool, which nobody else can use; None: it records nothing."""
+        ...
+
+
+class CallAgain:
+    """For devices without graphs: recording and replaying is calling."""
+
+    held_bytes = None
+
+    def warm_up(self, run: Run) -> None:
+        run()
+
+    def record(self, run: Run) -> Run:
+        run()
+        return run
+
+
+class CudaGraphs:
+    """CUDA graphs on a stream of their own, in a pool of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def warm_up(self, run: Run) -> None:
+        gc.collect()  # graphs of before, and what autograd left
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def record(self, run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (those that load data, NCCL's watchdog) may do what a capture's own thread must not.
+        mode = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **mode):
+            run()
+        return graph.replay
+
+    @property
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) - self._before
+
+
+def recorder_on(device: torch.device) -> Recorder:
+    return CudaGraphs(device) if device.type == "cuda" else CallAgain()
