@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +94,15 @@ class GradBuffers:
         self._missing: Counter[tuple[int, Bucket]] = Counter()
         self._launched = 0
         self._travelling: list[tuple[Tensor, Tensor, Pending]] = []
+        # Weak, since a hook lives in C++: the garbage collector can't see that buffers and parameters hold each other.
+        method = WeakMethod(self._take_autograd_grad)
+
+        def take(param: Tensor) -> None:
+            if alive := method():
+                alive(param)
+
         for param in self._params.values():
-            param.register_post_accumulate_grad_hook(self._take_autograd_grad)
+            param.register_post_accumulate_grad_hook(take)
 
     def buffer(self, param: Tensor) -> Tensor:
         """FP32 view of the local shape, to be added to; KeyError for a parameter that is not trained."""

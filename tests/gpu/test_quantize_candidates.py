@@ -2,10 +2,18 @@
 
 import pytest
 import torch
-from megafp8.kernels import norm_quantize, quantize, quantize_configs, quantize_derive, swiglu_quantize
+from megafp8.kernels import (
+    norm_quantize,
+    quantize,
+    quantize_configs,
+    quantize_derive,
+    quantize_experts,
+    swiglu_quantize,
+)
 
 from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, holes, normal, wide
 from tests.gpu.test_quantize_derive import offsets_of
+from tests.gpu.test_quantize_experts import ends_of, used
 from tests.gpu.test_quantize_fused import gates
 
 SHAPES = [(256, 512), (200, 304)] if not EMULATING else [(136, 144)]
@@ -104,6 +112,13 @@ def tensor_gradient(shape):
     return made.rowwise, made.y_colwise
 
 
+def of_experts(shape):
+    x, ends = wide(*shape).to(DEVICE), ends_of([0, 128])
+    amax = quantize_experts.expert_amaxes(quantize_experts.row_amaxes(x), ends)
+    row, col = quantize_experts.quantize_experts(x, ends, SPECS["tensorwise"], True, True, amax=amax)
+    return used(row, 128, 0), used(col, 128, 1)
+
+
 CALLS = {
     "rows": quantized("blockwise", True, False),
     "columns": quantized("blockwise", False, True),
@@ -119,6 +134,8 @@ CALLS = {
     "grouped rows": grouped(True, False),
     "grouped columns": grouped(False, True),
     "grouped derived": grouped(True, True, alignment=8, derived=True),
+    "row amax": of_experts,
+    "experts": of_experts,
     "derived": derived,
     "transpose": transposed,
     "norm rows": norm(True, False),

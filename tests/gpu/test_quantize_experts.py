@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megafp8.kernels import quantize_configs, quantize_experts, swiglu_quantize
+from megafp8.kernels import quantize_experts, swiglu_quantize
 
 from megafp8.fp8 import reference
 from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, assert_same, expected, holes, normal, wide
@@ -103,19 +103,6 @@ def test_amaxes_of_rows_far_apart():
     x[5, -1], x[-1, -1], x[7, 0] = 3, -4, 2
     amax = quantize_experts.row_amaxes(x).cpu()
     assert [amax[row].item() for row in (5, -1, 7, 6)] == [3, 4, 2, 0]
-
-
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.skipif(EMULATING, reason="one configuration is enough there")
-def test_every_configuration(number):
-    room, spec, x = ROOMS[0], SPECS["tensorwise"], wide(384, 2048)
-    for name in ("row amax", "experts"):
-        configs = quantize_configs.CONFIGS[name]
-        with quantize_configs.using(name, configs[min(number, len(configs) - 1)]):
-            amax = quantize_experts.expert_amaxes(quantize_experts.row_amaxes(x.to(DEVICE)), ends_of(room))
-            made = quantize_experts.quantize_experts(x.to(DEVICE), ends_of(room), spec, True, True, amax=amax)
-        for stored, right in zip(made, of_each(x, spec, room), strict=True):
-            assert_same(tuple(t.cpu() for t in stored), right)
 
 
 @pytest.mark.parametrize("source", ["values", "bytes"])

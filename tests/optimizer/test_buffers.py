@@ -1,5 +1,8 @@
 """How gradients get into the flat buffers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -105,3 +108,15 @@ def test_a_frozen_parameter_has_no_buffer():
         optimizer.grads.buffer(b[1])
     assert "optimizer/master/b" not in optimizer.state()
     assert "model/b" in optimizer.weights.state()
+
+
+def test_what_nobody_uses_any_more_is_freed():
+    """A process that builds one model after another must not hold the first one's gradients and parameters."""
+    params = make_params()
+    optimizer = make_optimizer(params)
+    sum((param * 2.0).sum() for _, param in params).backward()
+    flat = optimizer.grads.state.flats[0]
+    left = [weakref.ref(x) for x in (flat, optimizer.grads, *(param for _, param in params))]
+    del flat, optimizer, params
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)

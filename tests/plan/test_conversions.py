@@ -56,11 +56,14 @@ def test_flags_move_the_ledger():
     assert experts["mlp.experts.*.fc1 input", "forward"].fused == "rows of experts"
     assert experts["mlp.experts.*.fc1 weight", "forward"].times == 4 * 128
     each = ledger("tensorwise", preset="qwen3-30b-a3b")  # a scale an expert, known before rows are made
-    made = {"fc1 input": "rows of experts", "fc2 input": "SwiGLU"}, {
-        "fc1 grad_output": "SwiGLU's gradient",
-        "fc2 grad_output": "rows of experts",
-        "fc2 input": "SwiGLU's gradient",
-    }
+    made = (
+        {"fc1 input": "rows of experts", "fc2 input": "SwiGLU"},
+        {
+            "fc1 grad_output": "SwiGLU's gradient",
+            "fc2 grad_output": "rows of experts",
+            "fc2 input": "SwiGLU's gradient",
+        },
+    )
     for when, places in zip(("forward", "backward"), made, strict=True):
         for place, inside in places.items():
             assert each[f"mlp.experts.*.{place}", when].fused == inside
