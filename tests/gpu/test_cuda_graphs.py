@@ -134,7 +134,7 @@ def test_nothing_more_is_held_with_every_step_and_microbatch():
         kept.append(torch.cuda.memory_allocated())
         train(WIDE | RECIPES["blockwise"] | GRAPHS | {"global_batch_size": batch}, CUDA, 4, after=after)
     few, many = (torch.tensor(held[4 * i + 1 : 4 * i + 4]) - kept[i] for i in (1, 2))
-    found = [round(x / 2**20, 2) for x in (*kept, *held)]
+    found = " ".join(f"{x / 2**20:.1f}" for x in (*kept, *held))
     assert max(*few, *many) - min(*few, *many) < 2**20, found
     assert kept[2] - kept[1] < 2**20, found
 
