@@ -38,10 +38,12 @@ def draw(
     smooth: Callable[[np.ndarray, int], np.ndarray],
     gap_curve: Callable[..., Curve],
     paths: Sequence[Path] = (),
+    noise: str | None = None,
 ) -> None:
     """Loss curves, gaps to the first run, and below them gradient norms and scales where the runs have them.
 
-    Raw values are faint, smoothed ones strong. Raises ValueError for a format that matplotlib doesn't know.
+    Raw values are faint, smoothed ones strong. noise: label of the run with another seed: the gaps' panel is as high as
+    the other runs need. Raises ValueError for a format that matplotlib doesn't know.
     """
     import matplotlib
 
@@ -55,6 +57,7 @@ def draw(
         len(panels), 1, figsize=(9, 2.2 * sum(panels)), sharex=True, height_ratios=panels, constrained_layout=True
     )
     top, bottom, *rest = axes
+    heights = []
     for number, run in enumerate(runs):
         colour = f"C{number}"
         top.plot(run.iterations, run.losses, color=colour, alpha=0.3, linewidth=0.8)
@@ -62,7 +65,8 @@ def draw(
         top.plot(run.valid_iterations, run.valid_losses, color=colour, marker="o", linestyle="none", markersize=5)
         if number:
             x, gap = gap_curve(run, runs[0], window)
-            bottom.plot(x, 100 * gap, color=colour, label=run.label)
+            bottom.plot(x, 100 * gap, color=colour, label=run.label, linewidth=0.6 if run.label == noise else 1.5)
+            heights += [] if run.label == noise else [100 * np.abs(gap[np.isfinite(gap)])]
         if norms:
             rest[0].plot(run.iterations, smooth(run.grad_norms, window), color=colour)
         for (role, (x, values)), style in zip(scales[number].items() if scales else (), ("-", "--", ":"), strict=False):
@@ -74,7 +78,11 @@ def draw(
     top.set_ylabel("loss (nats a token)")
     top.legend(fontsize="small")
     bottom.axhline(0, color="C0", linewidth=1)
-    bottom.set_title(f"training loss relative to {runs[0].label} (above 0: worse)", fontsize="medium")
+    title, heights = f"training loss relative to {runs[0].label} (above 0: worse)", np.concatenate([*heights, [0]])
+    if noise is not None and (reach := 1.5 * np.quantile(heights, 0.9)) > 0:
+        bottom.set_ylim(-reach, reach)
+        title += "; peaks may leave the panel"
+    bottom.set_title(title, fontsize="medium")
     bottom.set_ylabel("gap (%)")
     if norms:
         rest[0].set_ylabel("gradient norm")

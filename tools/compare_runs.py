@@ -313,7 +313,7 @@ def write_output(args: argparse.Namespace, runs: list[Run], window: int, text: s
     """A picture, or with the suffix .html a page. Raises OSError or ValueError (no such format)."""
     from compare_report import draw, page
 
-    options = {"smooth": smooth, "gap_curve": gap_curve, "paths": args.runs}
+    options = {"smooth": smooth, "gap_curve": gap_curve, "paths": args.runs, "noise": args.noise}
     if args.output.suffix != ".html":
         draw(runs, window, args.output, **options)
         return

@@ -13,12 +13,17 @@ from selftest_steps import Plan, measure
 CASES = ("DP", "EP", "TP")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 CHUNKS = ("--tp-comm-overlap",)
-GATHER, DISPATCH = "--fp8-param-gather", "--moe-fp8-dispatch"
+GATHER, DISPATCH, GRADIENTS = "--fp8-param-gather", "--moe-fp8-dispatch", "--moe-fp8-combine-grad"
 WIRES = {
-    GATHER: ("gather_mib", 0.55),
-    DISPATCH: ("deal_mib", 1 - 0.45 / 2),  # only the trips to the experts are FP8, forward and backward: half of all
+    (GATHER,): ("gather_mib", 0.55),
+    # A token's row makes four trips a step: to its expert and back, and so do gradients. FP8 are the way there, and
+    # the gradients' way there.
+    (DISPATCH,): ("deal_mib", 1 - 0.45 / 4),
+    (DISPATCH, GRADIENTS): ("deal_mib", 1 - 0.45 / 2),
 }
-"""Switches of FP8 on the wire -> what they shrink, and to what share of it: 45 % less."""
+"""Switches of FP8 on the wire -> what they shrink, and to what share of it: 45 % less of what they are for."""
+BALANCED = "--moe-router-force-load-balancing"
+"""So that bytes can be compared: a router, on its way through a training, deals out more rows or less."""
 NOISE = 0.97
 """Least speed of a step that should not be slower."""
 FASTER_AT_8 = 1.25
@@ -43,7 +48,7 @@ class Speed:
         n = self.n
         return {
             "DP": (LLAMA_8B, False, ZERO1),
-            "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1)),
+            "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1, BALANCED)),
             "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
         }[case]
 
@@ -52,6 +57,7 @@ class Speed:
         found = [
             *(("DP", "bf16", OVERLAP), ("DP", "blockwise", OVERLAP), ("DP", "blockwise", (*OVERLAP, GATHER))),
             *(("EP", "bf16", ()), ("EP", "blockwise", ()), ("EP", "blockwise", (DISPATCH,))),
+            ("EP", "blockwise", (DISPATCH, GRADIENTS)),
             *(("TP", "bf16", CHUNKS), ("TP", "blockwise", CHUNKS), ("TP", "bf16", ()), ("TP", "blockwise", ())),
             *(("DP", "bf16", ()), ("DP", "blockwise", ())),
             *(("DP", "tensorwise", (*OVERLAP, GATHER)), ("TP", "tensorwise", CHUNKS)),
@@ -77,10 +83,10 @@ class Speed:
 
     def measure(self, case: str, recipe: str, extra: Flags) -> dict:
         """The row of a variant; one with a switch takes turns with itself without it, whose row is `off`."""
-        switch = next((flag for flag in extra if flag in WIRES), None)
+        switches = tuple(flag for flag in extra if flag in {flag for wire in WIRES for flag in wire})
         runs = {"on": self.flags(case, recipe, extra)}
-        if switch is not None:
-            off = tuple(flag for flag in extra if flag != switch)
+        if switches:
+            off = tuple(flag for flag in extra if flag not in switches)
             runs = {"off": self.flags(case, recipe, off)} | runs
         plan = Plan() if self.runner.device == "cuda" else SHORT
         found = {name: columns(row) for name, row in measure(self.runner, runs, plan).items()}
@@ -88,8 +94,8 @@ class Speed:
         if bf16 := [r["tokens_per_second"] for (c, name, _), r in self.rows.items() if (c, name) == (case, "bf16")]:
             row["to_bf16"] = row["tokens_per_second"] / max(bf16)
         verdict = {"passed": True}
-        if switch is not None:
-            verdict = on_the_wire(switch, found["off"], row) | {"off": found["off"]}
+        if switches:
+            verdict = on_the_wire(switches, found["off"], row) | {"off": found["off"]}
         if self.n == 8 and recipe == "tensorwise":  # the last of its case
             best = max(r.get("to_bf16", 0.0) for (c, name, _), r in self.rows.items() if c == case and name != "bf16")
             verdict |= {"best_to_bf16": best, "passed": verdict["passed"] and best >= FASTER_AT_8}
@@ -102,9 +108,9 @@ def columns(row: dict) -> dict:
     return row | {name: traffic[key] / 2**20 for name, key in TRAFFIC.items() if key in traffic}
 
 
-def on_the_wire(switch: str, off: dict, on: dict) -> dict:
-    """What a switch saves of a step's bytes, and its speed: the median of rounds in which both ran."""
-    kind, share = WIRES[switch]
+def on_the_wire(switches: tuple[str, ...], off: dict, on: dict) -> dict:
+    """What switches save of a step's bytes, and their speed: the median of rounds in which both ran."""
+    kind, share = WIRES[switches]
     speed = statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))
     found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed}
     return found | {"passed": found["bytes_to_off"] <= share and speed >= NOISE}

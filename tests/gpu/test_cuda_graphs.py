@@ -122,7 +122,7 @@ def test_what_graphs_read_stays_where_it_is(recipe):
 
 
 def test_nothing_more_is_held_with_every_step_and_microbatch():
-    """The first run loads libraries, whose workspaces stay; it and the next must leave as little behind as each other."""
+    """The first run loads libraries, whose workspaces stay."""
     held, kept = [], []
 
     def after(run: Run) -> None:

@@ -290,10 +290,13 @@ def rows_of(capsys):
     return [line.split() for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("note")]
 
 
+RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
+
+
 def test_the_published_regression_says_what_the_page_says(tmp_path, capsys):
     """docs/trust.md quotes its runs' table; the runs lie beside it."""
     docs = Path(__file__).resolve().parents[2] / "docs"
-    runs = [docs / "regression" / name for name in ("bf16", "bf16-seed2", "blockwise", "tensorwise")]
+    runs = [docs / "regression" / name for name in ("bf16", "bf16-seed2", *RECIPES)]
     budgets = ["--noise", "bf16-seed2", "--budgets", "blockwise=0.0025", "tensorwise=0.005"]
     assert compare_runs.main([*map(str, runs), *budgets, "--output", str(tmp_path / "loss.png")]) == 0
     told = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if "%  " in line}
@@ -304,4 +307,4 @@ def test_the_published_regression_says_what_the_page_says(tmp_path, capsys):
         assert [cell.strip() for cell in row[2:4]] == [train, valid]
         for cell, number in ((row[4], gap), (row[5], valid_gap)):
             assert float(cell.split()[0]) == pytest.approx(float(number.strip("%")), abs=0.006)
-    assert {"bf16-seed2", "blockwise", "tensorwise"} <= set(told)
+    assert {"bf16-seed2", *RECIPES} <= set(told)

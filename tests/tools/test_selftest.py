@@ -186,11 +186,11 @@ OFF = {"ms": [10.0, 10.0, 10.0], "gather_mib": 100.0}
 
 def test_a_switch_is_judged_by_rounds_in_which_both_ran():
     """One bad round of either decides nothing; bytes are a step's."""
-    found = selftest_speed.on_the_wire("--fp8-param-gather", OFF, FASTER)
+    found = selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, FASTER)
     assert found == {"bytes_to_off": 0.5, "speed_to_off": 1.0, "passed": True}
     slower = FASTER | {"ms": [12.0, 10.0, 11.0]}
-    assert not selftest_speed.on_the_wire("--fp8-param-gather", OFF, slower)["passed"]
-    assert not selftest_speed.on_the_wire("--fp8-param-gather", OFF, FASTER | {"gather_mib": 56.0})["passed"]
+    assert not selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, slower)["passed"]
+    assert not selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, FASTER | {"gather_mib": 56.0})["passed"]
 
 
 def measured(monkeypatch, runner: selftest_runs.Runner) -> list[dict[str, selftest_runs.Flags]]:
@@ -214,10 +214,17 @@ def test_cases_can_be_chosen_and_a_switch_takes_turns_with_itself_off(tmp_path, 
     every = list(selftest_speed.Speed(runner, 2).checks(["bf16", "blockwise"]))
     assert {name.split(", ")[1][:3] for name, _ in every} == {"DP2", "EP2", "TP2"}
     chosen = list(selftest_speed.Speed(runner, 2, ("EP",)).checks(["bf16", "blockwise"]))
-    assert [name.partition("EP2 ")[2] for name, _ in chosen] == ["bf16", "blockwise", "blockwise --moe-fp8-dispatch"]
+    switches = [
+        "bf16",
+        "blockwise",
+        "blockwise --moe-fp8-dispatch",
+        "blockwise --moe-fp8-dispatch --moe-fp8-combine-grad",
+    ]
+    assert [name.partition("EP2 ")[2] for name, _ in chosen] == switches
     rows = [check() for _, check in chosen]
-    assert [list(runs) for runs in calls] == [["on"], ["on"], ["off", "on"]]
+    assert [list(runs) for runs in calls] == [["on"], ["on"], ["off", "on"], ["off", "on"]]
     assert set(calls[2]["on"]) - set(calls[2]["off"]) == {"--moe-fp8-dispatch"}
+    assert set(calls[3]["on"]) - set(calls[3]["off"]) == {"--moe-fp8-dispatch", "--moe-fp8-combine-grad"}
     assert "--deterministic-mode" not in calls[0]["on"]
     assert rows[2] == {
         **FASTER, "tokens_per_second": 2.0, "gather_mib": 1.0, "deal_mib": 2.0, "to_bf16": 1.0, "bytes_to_off": 1.0,
@@ -235,6 +242,14 @@ def test_a_switch_that_fails_says_where_both_steps_went():
         "         on: rounds 10.0 11.0 ms a step, host 3.0; profiled: gemm 5.0, other 1.0, idle 0.5, exposed 0.2",
     ]
     assert len(selftest_nccl.line(row | busy | {"off": row, "passed": True}).splitlines()) == 1
+
+
+def test_fp8_shrinks_the_trips_it_is_on():
+    """Of a row's four trips one in FP8, scales beside it, leaves 7/8 and a little; two leave 3/4."""
+    for switches, bytes_left in (((selftest_speed.DISPATCH,), 88.0), (tuple(selftest_speed.WIRES)[2], 76.6)):
+        off, on = ({"ms": [10.0], "deal_mib": mib} for mib in (100.0, bytes_left))
+        assert selftest_speed.on_the_wire(switches, off, on)["passed"]
+        assert not selftest_speed.on_the_wire(switches, off, on | {"deal_mib": bytes_left + 2})["passed"]
 
 
 @pytest.mark.parametrize("switch", [(), (selftest_speed.GATHER,)], ids=["bf16", "fp8"])
