@@ -57,9 +57,9 @@ def draw(
         len(panels), 1, figsize=(9, 2.2 * sum(panels)), sharex=True, height_ratios=panels, constrained_layout=True
     )
     top, bottom, *rest = axes
-    heights = []
+    heights, roles = [], {}
     for number, run in enumerate(runs):
-        colour = f"C{number}"
+        colour = f"C{number}" if len(runs) <= 10 else plt.get_cmap("tab20")(number % 20)
         top.plot(run.iterations, run.losses, color=colour, alpha=0.3, linewidth=0.8)
         top.plot(run.iterations, smooth(run.losses, window), color=colour, label=run.label)
         top.plot(run.valid_iterations, run.valid_losses, color=colour, marker="o", linestyle="none", markersize=5)
@@ -70,13 +70,14 @@ def draw(
         if norms:
             rest[0].plot(run.iterations, smooth(run.grad_norms, window), color=colour)
         for (role, (x, values)), style in zip(scales[number].items() if scales else (), ("-", "--", ":"), strict=False):
-            rest[-1].plot(x, values, style, color=colour, label=f"{run.label}, {role}")
+            rest[-1].plot(x, values, style, color=colour)
+            roles[role] = style
     top.plot([], [], color="grey", marker="o", linestyle="none", label="validation")
     if window > 1:
         top.plot([], [], color="grey", label=f"training, mean over {window} iterations")
         top.plot([], [], color="grey", alpha=0.4, linewidth=0.8, label="training, each iteration")
     top.set_ylabel("loss (nats a token)")
-    top.legend(fontsize="small")
+    top.legend(fontsize="small", ncols=1 if len(runs) <= 10 else 2)
     bottom.axhline(0, color="C0", linewidth=1)
     title, heights = f"training loss relative to {runs[0].label} (above 0: worse)", np.concatenate([*heights, [0]])
     if noise is not None and (reach := 1.5 * np.quantile(heights, 0.9)) > 0:
@@ -89,8 +90,9 @@ def draw(
         rest[0].set_yscale("log")
     if any(scales):
         rest[-1].set_ylabel("log2(scale_inv)")
-        columns, below = max(1, len(rest[-1].lines) // 3), (0.5, -0.3)
-        rest[-1].legend(fontsize="x-small", ncols=columns, loc="upper center", bbox_to_anchor=below)
+        for role, style in roles.items():  # colours are the runs'
+            rest[-1].plot([], [], style, color="grey", label=role)
+        rest[-1].legend(fontsize="small")
     axes[-1].set_xlabel("iteration")
     for axis in axes:
         axis.grid(alpha=0.3)

@@ -290,21 +290,43 @@ def rows_of(capsys):
     return [line.split() for line in capsys.readouterr().out.splitlines()[2:] if not line.startswith("note")]
 
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trust.md"
 RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
+
+
+def table_of_the_page(columns: int) -> dict[str, list[str]]:
+    """First cell -> cells, of the tables of docs/trust.md that have so many columns."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.read_text().splitlines()]
+    return {row[0].strip("`"): row for row in cells if len(row) == columns}
+
+
+def printed(capsys) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if "%  " in line}
+
+
+def assert_same(row: list[str], losses: slice, told: list[str]) -> None:
+    """Losses to the digit, gaps as the page rounds them."""
+    assert row[losses] == told[2:4]
+    for cell, number in zip(row[losses.stop :], told[4:6], strict=False):
+        assert float(cell.split()[0]) == pytest.approx(float(number.strip("%")), abs=0.006)
 
 
 def test_the_published_regression_says_what_the_page_says(tmp_path, capsys):
     """docs/trust.md quotes its runs' table; the runs lie beside it."""
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    runs = [docs / "regression" / name for name in ("bf16", "bf16-seed2", *RECIPES)]
+    runs = [PAGE.parent / "regression" / name for name in ("bf16", "bf16-seed2", *RECIPES)]
     budgets = ["--noise", "bf16-seed2", "--budgets", "blockwise=0.0025", "tensorwise=0.005"]
     assert compare_runs.main([*map(str, runs), *budgets, "--output", str(tmp_path / "loss.png")]) == 0
-    told = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if "%  " in line}
-    cells = [line.split("|") for line in (docs / "trust.md").read_text().splitlines()]
-    rows = {row[1].strip(" `"): row for row in cells if len(row) == 11}
-    for name, (_, _, train, valid, gap, valid_gap, *_) in told.items():
-        row = rows[name]
-        assert [cell.strip() for cell in row[2:4]] == [train, valid]
-        for cell, number in ((row[4], gap), (row[5], valid_gap)):
-            assert float(cell.split()[0]) == pytest.approx(float(number.strip("%")), abs=0.006)
-    assert {"bf16-seed2", *RECIPES} <= set(told)
+    told, rows = printed(capsys), table_of_the_page(9)
+    assert {"bf16-seed2", *RECIPES} == set(told)
+    for name, found in told.items():
+        assert_same(rows[name], slice(1, 3), found)
+
+
+def test_so_do_the_ablations(capsys):
+    rows = table_of_the_page(7)
+    folder = PAGE.parent / "regression" / "ablations"
+    assert {path.name for path in folder.iterdir()} == rows.keys() - {"run", "---"}
+    others = sorted(rows.keys() - {"run", "---", "bf16"})
+    assert compare_runs.main([str(folder / name) for name in ("bf16", *others)]) == 0
+    for name, found in printed(capsys).items():
+        assert_same(rows[name], slice(2, 4), found)
