@@ -45,11 +45,11 @@ class Speed:
 
     def layout(self, case: str) -> tuple[Flags, bool, Flags]:
         """Model, whether it has experts, layout."""
-        n = self.n
+        n, large = self.n, self.runner.device == "cuda"
         return {
             "DP": (LLAMA_8B, False, ZERO1),
-            "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1, BALANCED)),
-            "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
+            "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1, BALANCED, *samples(4, n, large))),
+            "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel", *samples(4, 2, large))),
         }[case]
 
     def variants(self) -> list[tuple[str, str, Flags]]:
@@ -106,6 +106,12 @@ def columns(row: dict) -> dict:
     """A row of `measure` with the traffic that counts here."""
     traffic = row.pop("traffic")
     return row | {name: traffic[key] / 2**20 for name, key in TRAFFIC.items() if key in traffic}
+
+
+def samples(micro_batch: int, others: int, large: bool) -> Flags:
+    """Samples of a microbatch, and others times as many of a step; what keeps a GPU busy is too much for a CPU."""
+    micro_batch = micro_batch if large else 1
+    return "--micro-batch-size", str(micro_batch), "--global-batch-size", str(others * micro_batch)
 
 
 def on_the_wire(switches: tuple[str, ...], off: dict, on: dict) -> dict:
