@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from selftest_runs import LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, ZERO1, Check, Flags, Runner, model_flags, tp
+from selftest_runs import GRAPHS, LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, ZERO1, Check, Flags, Runner, model_flags, tp
 from selftest_steps import Plan, measure
 
-CASES = ("DP", "EP", "TP")
+CASES = ("DP", "EP", "TP", "GRAPHS")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 CHUNKS = ("--tp-comm-overlap",)
 GATHER, DISPATCH = "--fp8-param-gather", "--moe-fp8-dispatch"
@@ -45,6 +45,7 @@ class Speed:
             "DP": (LLAMA_8B, False, ZERO1),
             "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1)),
             "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
+            "GRAPHS": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
         }[case]
 
     def variants(self) -> list[tuple[str, str, Flags]]:
@@ -55,6 +56,7 @@ class Speed:
             *(("TP", "bf16", CHUNKS), ("TP", "blockwise", CHUNKS), ("TP", "bf16", ()), ("TP", "blockwise", ())),
             *(("DP", "bf16", ()), ("DP", "blockwise", ())),
             *(("DP", "tensorwise", (*OVERLAP, GATHER)), ("TP", "tensorwise", CHUNKS)),
+            *(("GRAPHS", "bf16", GRAPHS), ("GRAPHS", "blockwise", GRAPHS), ("GRAPHS", "blockwise", (*CHUNKS, *GRAPHS))),
         ]
         return [variant for variant in found if variant[0] in self.cases]
 
@@ -62,7 +64,7 @@ class Speed:
         for case, recipe, extra in self.variants():
             if recipe in recipes:
                 model = "Qwen3-30B-A3B-like" if case == "EP" else "Llama-3-8B"
-                layout = f"{case}{self.n}{'+SP' * (case == 'TP')}"
+                layout = f"TP{self.n}+SP" if case in ("TP", "GRAPHS") else f"{case}{self.n}"
                 yield (
                     " ".join((f"{model} layers, {layout} {recipe}", *extra)),
                     partial(self.measure, case, recipe, extra),
@@ -77,10 +79,10 @@ class Speed:
 
     def measure(self, case: str, recipe: str, extra: Flags) -> dict:
         """The row of a variant; one with a switch takes turns with itself without it, whose row is `off`."""
-        switch = next((flag for flag in extra if flag in WIRES), None)
+        switch = next((flag for flag in extra if flag in (*WIRES, *GRAPHS)), None)
         runs = {"on": self.flags(case, recipe, extra)}
         if switch is not None:
-            off = tuple(flag for flag in extra if flag != switch)
+            off = tuple(flag for flag in extra if flag not in (switch, *GRAPHS))
             runs = {"off": self.flags(case, recipe, off)} | runs
         plan = Plan() if self.runner.device == "cuda" else SHORT
         found = {name: columns(row) for name, row in measure(self.runner, runs, plan).items()}
@@ -89,7 +91,8 @@ class Speed:
             row["to_bf16"] = row["tokens_per_second"] / max(bf16)
         verdict = {"passed": True}
         if switch is not None:
-            verdict = on_the_wire(switch, found["off"], row) | {"off": found["off"]}
+            judge = partial(on_the_wire, switch) if switch in WIRES else from_graphs
+            verdict = judge(found["off"], row) | {"off": found["off"]}
         if self.n == 8 and recipe == "tensorwise":  # the last of its case
             best = max(r.get("to_bf16", 0.0) for (c, name, _), r in self.rows.items() if c == case and name != "bf16")
             verdict |= {"best_to_bf16": best, "passed": verdict["passed"] and best >= FASTER_AT_8}
@@ -105,6 +108,16 @@ def columns(row: dict) -> dict:
 def on_the_wire(switch: str, off: dict, on: dict) -> dict:
     """What a switch saves of a step's bytes, and its speed: the median of rounds in which both ran."""
     kind, share = WIRES[switch]
-    speed = statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))
-    found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed}
-    return found | {"passed": found["bytes_to_off"] <= share and speed >= NOISE}
+    found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed_to(off, on)}
+    return found | {"passed": found["bytes_to_off"] <= share and found["speed_to_off"] >= NOISE}
+
+
+def from_graphs(off: dict, on: dict) -> dict:
+    """What CUDA graphs give a step."""
+    speed = speed_to(off, on)
+    return {"speed_to_off": speed, "passed": speed >= NOISE}
+
+
+def speed_to(off: dict, on: dict) -> float:
+    """The median of rounds in which both ran."""
+    return statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))
