@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,6 +24,21 @@ class Meter:
     def add(self, kind: str, group: str, x: Tensor) -> None:
         self.bytes[kind, group] += x.numel() * x.element_size()
         self.messages[kind, group] += 1
+
+    def include(self, other: Meter) -> None:
+        """Counts once more what another has counted."""
+        self.bytes.update(other.bytes)
+        self.messages.update(other.messages)
+
+    @contextmanager
+    def aside(self) -> Iterator[Meter]:
+        """What would be counted inside goes to the meter that this gives: of messages that are recorded, not sent."""
+        own, found = (self.bytes, self.messages), Meter()
+        self.bytes, self.messages = found.bytes, found.messages
+        try:
+            yield found
+        finally:
+            self.bytes, self.messages = own
 
     def copy(self) -> Meter:
         return Meter(Counter(self.bytes), Counter(self.messages))

@@ -269,6 +269,8 @@ def build_parallel(config: Config, device: torch.device | str, *, meter: Meter |
         return ParallelContext()
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if config.train.cuda_graph_impl != "none":  # NCCL can't register what lies in PyTorch's expandable segments
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend = config.parallel.distributed_backend if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():

@@ -22,7 +22,7 @@ ALLOWED = {
     "step": {"params", "parallel"},
     "kernels": {"config", "parallel", "params", "step"},
     "fp8": {"config", "parallel", "params", "step", "kernels"},
-    "core": {"config", "parallel", "params", "step", "kernels", "fp8"},
+    "core": {"config", "meter", "parallel", "params", "step", "kernels", "fp8"},
     "optimizer": {"config", "parallel", "params", "step", "kernels", "fp8"},
     "checkpoint": {"config", "parallel", "params"},
     "data": {"config", "parallel"},

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from selftest_collectives import collective_checks
-from selftest_runs import MODELS, RECIPES, STEPS, ZERO1, Check, Flags, Pairs, Runner, model_flags, tp
+from selftest_runs import GRAPHS, MODELS, RECIPES, STEPS, ZERO1, Check, Flags, Pairs, Runner, model_flags, tp
 from selftest_speed import CASES, Speed
 
 from megafp8.parallel import Axis
 from megafp8.training.build import pick_device
 
-PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
+PARTS = ("switches", "graphs", "layouts", "checkpoint", "collectives", "speed")
 LIMITS = {"fp32": (1e-6, 1e-6, 1e-6)}
 """Allowed of losses, of the first gradient norm, of the other norms. FP32: numerics.md, over five steps. Other:"""
 LOOSE = (5e-3, 1e-2, 5e-2)
@@ -112,12 +112,40 @@ def check_switches(runner: Runner, n: int, recipes: list[str]) -> Iterator[Check
         off, on = runner.small(recipe, model, flags), runner.small(recipe, model, (*flags, *switch))
         if "--tp-comm-overlap" in switch and recipe not in OWN_KERNELS:
             return verdict(on, off, recipe)
-        found = gaps(on, off)
-        return {"gaps": found, "allowed": (0.0, 0.0, 0.0), "passed": max(found) == 0.0}
+        return same(on, off)
 
     for name, (layout, switch, chosen) in switches.items():
         for recipe in chosen:
             yield f"{name} on = off, {recipe}", partial(compare, recipe, layout, switch)
+
+
+def same(found: Pairs, expected: Pairs) -> dict:
+    off = gaps(found, expected)
+    return {"gaps": off, "allowed": (0.0, 0.0, 0.0), "passed": max(off) == 0.0}
+
+
+def check_graphs(runner: Runner, n: int, recipes: list[str]) -> Iterator[Check]:
+    """Layers replayed from CUDA graphs, with the messages that tensor parallelism sends in them; and that a run ends,
+    for which the graphs must be gone. uneven: FP8 tiles lie across two ranks' tokens."""
+    whole, cut = tp(n), (*tp(n), "--sequence-parallel")
+    uneven = ("--seq-length", str(runner.tokens * 3 // 4))
+    layouts = {
+        f"TP{n}+SP": (cut, recipes),
+        f"TP{n}": (whole, [r for r in recipes if r in (*EXTRA, "bf16")]),
+        f"TP{n}+SP --tp-comm-overlap": (
+            (*cut, "--tp-comm-overlap"),
+            [r for r in recipes if r in ("bf16", "blockwise")],
+        ),
+        f"TP{n}+SP uneven": ((*cut, *uneven), [r for r in recipes if r == "blockwise"]),
+    }
+
+    def compare(recipe: str, flags: Flags) -> dict:
+        off, on = (runner.small(recipe, "dense", (*flags, *more)) for more in ((), GRAPHS))
+        return same(on, off)
+
+    for name, (flags, chosen) in layouts.items():
+        for recipe in chosen:
+            yield f"{name} --cuda-graph-impl local on = off, {recipe}", partial(compare, recipe, flags)
 
 
 def check_checkpoint(runner: Runner, n: int, recipes: list[str]) -> Iterator[Check]:
@@ -148,6 +176,7 @@ def every_check(
     world = Axis(n, dist.get_rank(), dist.group.WORLD)
     found = {
         "switches": lambda: check_switches(runner, n, recipes),
+        "graphs": lambda: check_graphs(runner, n, recipes),
         "layouts": lambda: check_layouts(runner, n, recipes),
         "checkpoint": lambda: check_checkpoint(runner, n, recipes),
         "collectives": lambda: collective_checks(world, pick_device(runner.device), elements),

@@ -27,11 +27,11 @@ from megafp8.config.publish import writable_directory
 from megafp8.config.tool_parser import ToolParser, check_least
 
 WORKER = Path(__file__).resolve().parent / "selftest_worker.py"
-PARTS = ("switches", "layouts", "checkpoint", "collectives", "speed")
+PARTS = ("switches", "graphs", "layouts", "checkpoint", "collectives", "speed")
 ALONE = ("collectives", "speed")
 RECIPES = ("fp32", "blockwise", "bf16", "delayed", "mxfp8", "tensorwise")
 """In the order in which they are dealt to jobs, forth and back: so jobs have about as much to do."""
-CASES = ("DP", "EP", "TP")
+CASES = ("DP", "EP", "TP", "GRAPHS")
 """Of the part speed."""
 RESTARTS = 5
 """Of a job: more than that, and the machine has to be looked at first."""

@@ -38,6 +38,7 @@ RECIPES: dict[str, Flags] = {
     "delayed": (*FP8, "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "4"),
 }
 ZERO1 = ("--use-distributed-optimizer",)
+GRAPHS = ("--cuda-graph-impl=local", "--cuda-graph-warmup-steps=1")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 MOE = ("--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "128", "--moe-aux-loss-coeff", "1e-2")
 MODELS: dict[str, Flags] = {"dense": UNTIED, "moe": (*UNTIED, *MOE), "tied": ()}
@@ -85,6 +86,11 @@ class Runner:
     device: str
     lane: str
     _known: dict[Flags, list[dict]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Of a small model's sequence."""
+        return SMALL[self.device][3]
 
     def small(self, recipe: str, model: str, flags: Flags = ()) -> Pairs:
         """(loss, gradient norm) of a small model's steps."""

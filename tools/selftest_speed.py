@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from selftest_runs import LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, ZERO1, Check, Flags, Runner, model_flags, tp
+from selftest_runs import GRAPHS, LLAMA_8B, MODELS, MOE, QWEN_30B, RECIPES, ZERO1, Check, Flags, Runner, model_flags, tp
 from selftest_steps import Plan, measure
 
-CASES = ("DP", "EP", "TP")
+CASES = ("DP", "EP", "TP", "GRAPHS")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 CHUNKS = ("--tp-comm-overlap",)
 GATHER, DISPATCH, GRADIENTS = "--fp8-param-gather", "--moe-fp8-dispatch", "--moe-fp8-combine-grad"
@@ -50,6 +50,7 @@ class Speed:
             "DP": (LLAMA_8B, False, ZERO1),
             "EP": (QWEN_30B, True, ("--expert-model-parallel-size", str(n), *ZERO1, BALANCED, *samples(4, n, large))),
             "TP": (LLAMA_8B, False, (*tp(n), "--sequence-parallel", *samples(4, 2, large))),
+            "GRAPHS": (LLAMA_8B, False, (*tp(n), "--sequence-parallel")),
         }[case]
 
     def variants(self) -> list[tuple[str, str, Flags]]:
@@ -61,6 +62,7 @@ class Speed:
             *(("TP", "bf16", CHUNKS), ("TP", "blockwise", CHUNKS), ("TP", "bf16", ()), ("TP", "blockwise", ())),
             *(("DP", "bf16", ()), ("DP", "blockwise", ())),
             *(("DP", "tensorwise", (*OVERLAP, GATHER)), ("TP", "tensorwise", CHUNKS)),
+            *(("GRAPHS", "bf16", GRAPHS), ("GRAPHS", "blockwise", GRAPHS), ("GRAPHS", "blockwise", (*CHUNKS, *GRAPHS))),
         ]
         return [variant for variant in found if variant[0] in self.cases]
 
@@ -68,7 +70,7 @@ class Speed:
         for case, recipe, extra in self.variants():
             if recipe in recipes:
                 model = "Qwen3-30B-A3B-like" if case == "EP" else "Llama-3-8B"
-                layout = f"{case}{self.n}{'+SP' * (case == 'TP')}"
+                layout = f"TP{self.n}+SP" if case in ("TP", "GRAPHS") else f"{case}{self.n}"
                 yield (
                     " ".join((f"{model} layers, {layout} {recipe}", *extra)),
                     partial(self.measure, case, recipe, extra),
@@ -83,7 +85,7 @@ class Speed:
 
     def measure(self, case: str, recipe: str, extra: Flags) -> dict:
         """The row of a variant; one with a switch takes turns with itself without it, whose row is `off`."""
-        switches = tuple(flag for flag in extra if flag in {flag for wire in WIRES for flag in wire})
+        switches = tuple(flag for flag in extra if flag in {flag for wire in (*WIRES, GRAPHS) for flag in wire})
         runs = {"on": self.flags(case, recipe, extra)}
         if switches:
             off = tuple(flag for flag in extra if flag not in switches)
@@ -95,7 +97,8 @@ class Speed:
             row["to_bf16"] = row["tokens_per_second"] / max(bf16)
         verdict = {"passed": True}
         if switches:
-            verdict = on_the_wire(switches, found["off"], row) | {"off": found["off"]}
+            judge = partial(on_the_wire, switches) if switches in WIRES else from_graphs
+            verdict = judge(found["off"], row) | {"off": found["off"]}
         if self.n == 8 and recipe == "tensorwise":  # the last of its case
             best = max(r.get("to_bf16", 0.0) for (c, name, _), r in self.rows.items() if c == case and name != "bf16")
             verdict |= {"best_to_bf16": best, "passed": verdict["passed"] and best >= FASTER_AT_8}
@@ -115,8 +118,18 @@ def samples(micro_batch: int, others: int, large: bool) -> Flags:
 
 
 def on_the_wire(switches: tuple[str, ...], off: dict, on: dict) -> dict:
-    """What switches save of a step's bytes, and their speed: the median of rounds in which both ran."""
+    """What switches save of a step's bytes, and their speed."""
     kind, share = WIRES[switches]
-    speed = statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))
-    found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed}
-    return found | {"passed": found["bytes_to_off"] <= share and speed >= NOISE}
+    found = {"bytes_to_off": on[kind] / off[kind], "speed_to_off": speed_to(off, on)}
+    return found | {"passed": found["bytes_to_off"] <= share and found["speed_to_off"] >= NOISE}
+
+
+def from_graphs(off: dict, on: dict) -> dict:
+    """What CUDA graphs give a step."""
+    speed = speed_to(off, on)
+    return {"speed_to_off": speed, "passed": speed >= NOISE}
+
+
+def speed_to(off: dict, on: dict) -> float:
+    """The median of rounds in which both ran."""
+    return statistics.median(x / y for x, y in zip(off["ms"], on["ms"], strict=True))

@@ -104,6 +104,7 @@ class Steps:
         self._wait()
         self._trainer.log.close()
         parallel.barrier()
+        self._trainer.release()
         del self._parts, self._trainer, self._batches
         leave(parallel, groups)
 

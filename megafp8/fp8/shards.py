@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -154,4 +155,12 @@ def _whole_scales(x: QuantizedStorage, gathered: Tensor, axis: Axis) -> Tensor:
         return gathered
     tiles = RowTiles(x.data.shape[1], x.tile.block, axis)
     raw = gathered.view(torch.uint8) if x.scale is Scale.E8M0 else gathered
-    return raw[tiles.places()].t().contiguous().view(gathered.dtype)
+    if not tiles.aligned:
+        raw = raw[_places_on(raw.device, tiles.rows, tiles.block, axis.size)]
+    return raw.t().contiguous().view(gathered.dtype)
+
+
+@cache
+def _places_on(device: torch.device, rows: int, block: int, ranks: int) -> Tensor:
+    """`RowTiles.places` on the device, copied there once: each copy would wait for it, which a CUDA graph can't."""
+    return torch.tensor(RowTiles(rows, block, Axis(ranks)).places(), device=device)

@@ -29,7 +29,8 @@ def layer_graphs(parts: Parts, say: Callable[[str], None]) -> LayerGraphs | None
     train, wait = parts.config.train, parts.optimizer.weights.arrivals.wait
     if train.cuda_graph_impl == "none":
         return None
-    return LayerGraphs(parts.device, warmup_steps=train.cuda_graph_warmup_steps, wait=wait, say=say)
+    meter, warmup_steps = parts.parallel.meter, train.cuda_graph_warmup_steps
+    return LayerGraphs(parts.device, warmup_steps=warmup_steps, wait=wait, say=say, meter=meter)
 
 
 class _ReadOnly:
@@ -88,6 +89,11 @@ class IterationRunner:
     def finish(self) -> None:
         """Traces the last iteration, if it was skipped."""
         self._look_back()
+
+    def release(self) -> None:
+        """Frees the CUDA graphs: to be called before the groups of ranks are gone, whose messages they hold."""
+        if self._graphs is not None:
+            self._graphs.release()
 
     def _forward_backward(
         self, batches: IterationBatches, graphs: LayerGraphs | None = None

@@ -58,7 +58,7 @@ class Timers:
         self._sums: dict[tuple[str, bool], float] = {}
 
     def __call__(self, name: str, detail: str = "") -> AbstractContextManager:
-        timed = _Span(self, name) if name in self._measured else None
+        timed = _Span(self, name) if name in self._measured and not self._recording() else None
         if self.traced is None:
             return timed or no_spans(name)
         stack = ExitStack()
@@ -66,6 +66,10 @@ class Timers:
             stack.enter_context(timed)
         stack.enter_context(self.traced(f"{name} {detail}".rstrip()))
         return stack
+
+    def _recording(self) -> bool:
+        """Whether a CUDA graph is being recorded: events in it would be the graph's, with no time to tell."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
 
     def now(self) -> object:
         """A moment: seconds, or on a GPU an event on the stream."""

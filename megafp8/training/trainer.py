@@ -143,8 +143,13 @@ class Trainer:
                 if self._profile is not None:
                     self._profile.close()
                 self.log.close()
+            self.release()
             number = self._stopped_by or stop.received  # the latter: while the last evaluation ran
             return 128 + number if number else int(self._save_failed)
+
+    def release(self) -> None:
+        """Frees what groups of ranks wait for when they are destroyed. `run()` does, unless it raises."""
+        self._runner.release()
 
     def _give_up(self, decision: StopRun) -> int:
         """Saves the state before the iteration in hand, and returns the exit code that says why."""
@@ -153,6 +158,7 @@ class Trainer:
             self._save()
         self._report(self._saves.finish())
         self.log.event("stop", self.progress.iteration, f"exit code {decision.code}: {decision.reason}")
+        self.release()
         return decision.code
 
     def _train(self, stop: StopSignal) -> None:

@@ -10,10 +10,6 @@ MOE = "--num-experts 8 --disable-bias-linear"
 EP4 = "--expert-model-parallel-size 4"
 GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 UNEVEN = {
-    f"--tensor-model-parallel-size 4 {GRAPHS}": [
-        "--tensor-model-parallel-size 4 with --cuda-graph-impl local",
-        "use 1",
-    ],
     f"--context-parallel-size 4 {GRAPHS}": ["--context-parallel-size 4 with --cuda-graph-impl local", "use 1"],
     f"--pipeline-model-parallel-size 2 {GRAPHS}": ["--pipeline-model-parallel-size 2 with --cuda-graph", "use 1"],
     "--context-parallel-size 4 --seq-length 36": ["--seq-length 36", "2 x --context-parallel-size 4"],

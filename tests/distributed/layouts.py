@@ -195,7 +195,7 @@ def train(
         run, plan, layers = Run(), PipelinePlan.of(config, parallel), None
         if config.train.cuda_graph_impl != "none":
             wait = optimizer.weights.arrivals.wait
-            layers = LayerGraphs(torch.device("cpu"), wait=wait, recorder=RecordedOps)
+            layers = LayerGraphs(torch.device("cpu"), wait=wait, recorder=RecordedOps, meter=parallel.meter)
         for iteration in range(1, steps + 1):
             optimizer.zero_grad(count)
             output = forward_backward(

@@ -232,6 +232,19 @@ def test_cases_can_be_chosen_and_a_switch_takes_turns_with_itself_off(tmp_path, 
     }  # fmt: skip
 
 
+def test_graphs_take_turns_with_calls(tmp_path, monkeypatch):
+    runner = selftest_runs.Runner(tmp_path, "cuda", "0")
+    calls = measured(monkeypatch, runner)
+    chosen = list(selftest_speed.Speed(runner, 2, ("GRAPHS",)).checks(["bf16", "blockwise"]))
+    rows = [check() for _, check in chosen]
+    assert len(rows) == 3
+    for runs in calls:
+        assert set(runs["on"]) - set(runs["off"]) == set(selftest_runs.GRAPHS)
+    assert all(row["passed"] and row["speed_to_off"] == 1.0 for row in rows)
+    slower = FASTER | {"ms": [12.0, 10.5, 11.0]}
+    assert not selftest_speed.from_graphs(OFF, slower)["passed"]
+
+
 def test_a_switch_that_fails_says_where_both_steps_went():
     row = {"name": "x", "passed": False, "step_ms": 10.0, "ms": [10.0, 11.0], "host_ms": 3.0, "speed_to_off": 0.9}
     busy = {"busy_ms": {"gemm": 5.0, "other": 1.0}, "idle_ms": 0.5, "exposed_ms": 0.25}

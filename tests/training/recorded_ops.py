@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from megafp8 import parallel
+from megafp8.meter import Meter
 
 Run = Callable[[], object]
 
@@ -36,30 +40,59 @@ class _Listening(TorchDispatchMode):
         return out
 
 
+class _Quiet:
+    """A message that was sent while operations are listed. gloo copies some results when they are waited for: that is
+    part of the message, and of what waiting for it does again."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self._work.wait()
+
+
 class RecordedOps:
     """A recorder (`core.transformer.recorders`) for the CPU. replays: how often one was replayed."""
 
     held_bytes = 0
 
-    def __init__(self, device: torch.device) -> None:
-        self.replays = 0
+    def __init__(self, device: torch.device, meter: Meter | None = None) -> None:
+        self.replays, self.released, self._meter = 0, False, meter or Meter()
 
     def warm_up(self, run: Run) -> None:
         run()
 
     def record(self, run: Run) -> Run:
-        with _Listening() as listening:
+        quiet = mock.patch.object(parallel, "_posted", _Quiet)
+        with self._meter.aside() as sent, _Listening() as listening, quiet:
             run()
+        self._meter.include(sent)  # here it was not only recorded
 
         @torch.no_grad()
         def replay() -> None:
+            assert not self.released
             self.replays += 1
+            self._meter.include(sent)
             for func, args, kwargs, places in listening.ops:
-                made = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+                out = func(*args, **kwargs)
+                if func.namespace == "c10d":  # a message, which all ranks send again
+                    _waited(out)
+                    continue
+                made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
                 for place, value in zip(places, made, strict=bool(places)) if places else ():
                     _bytes(place).copy_(_bytes(value))
 
         return replay
+
+    def release(self) -> None:
+        self.released = True
+
+
+def _waited(out: Any) -> None:
+    for leaf in tree_leaves(out):
+        if not isinstance(leaf, Tensor):
+            leaf.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:

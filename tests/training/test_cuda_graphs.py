@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, differing, train
+from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, build, differing, train
 from tests.training.recorded_ops import RecordedOps
 from tests.training.runs import flags, metrics, run, tensors, write_corpus
 
@@ -85,8 +85,8 @@ def test_a_watched_or_traced_step_calls_its_layers(tmp_path):
     profile = {"profile": True, "profile_step_start": 4, "profile_step_end": 5, "use_pytorch_profiler": True}
     recorders, replays = [], []
 
-    def recorder(device: torch.device) -> RecordedOps:
-        recorders.append(RecordedOps(device))
+    def recorder(device: torch.device, meter) -> RecordedOps:
+        recorders.append(RecordedOps(device, meter))
         return recorders[-1]
 
     def after(run: Run) -> None:
@@ -136,3 +136,22 @@ def test_a_second_microbatch_in_flight_is_an_error():
     layer.replay_forward(x)
     with pytest.raises(AssertionError, match="room for one microbatch"):
         layer.replay_forward(x)
+
+
+def test_graphs_are_gone_when_training_is(monkeypatch):
+    """NCCL's groups can't be left while graphs hold their messages. Those that are recorded again free the others."""
+    recorders = []
+
+    def recorder(device: torch.device, meter) -> RecordedOps:
+        recorders.append(RecordedOps(device, meter))
+        return recorders[-1]
+
+    trainer = build(SMALL | RECIPES["blockwise"] | GRAPHS | {"train_iters": 4, "eval_iters": 1}, CPU)
+    monkeypatch.setattr(trainer._runner._graphs, "_recorder", recorder)
+    monkeypatch.setattr(
+        trainer.log, "advance", lambda i: i == 2 and trainer._runner._fall_back({"layers.1.mlp.fc1"}, 2, "a test")
+    )
+    assert trainer.run() == 0
+    assert [each.released for each in recorders] == [True, True]
+    assert all(each.replays for each in recorders)
+    assert not trainer._runner._graphs.layers

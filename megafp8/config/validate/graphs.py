@@ -23,12 +23,10 @@ def cuda_graphs(c: Config) -> str | None:
     return None
 
 
-_MESSAGES = "messages between ranks within a layer are not recorded"
 _SEED = "the seed of dropout is a number of the host's"
 RULES: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
     # field, whether its value is in the way, why, the mend besides going without graphs
-    ("tensor_model_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
-    ("context_parallel_size", lambda size: size > 1, _MESSAGES, "use 1"),
+    ("context_parallel_size", lambda size: size > 1, "attention's messages are not recorded", "use 1"),
     ("pipeline_model_parallel_size", lambda size: size > 1, "several microbatches are in flight", "use 1"),
     ("fake_process_group", bool, "its few steps run without graphs", ""),
     ("num_experts", lambda count: count is not None, "an expert's number of tokens changes", ""),

@@ -11,6 +11,10 @@ gradient buffers, delayed scaling's scales and history. So bits are those of the
 What a layer keeps for backward lies in the pool, once: a microbatch's backward comes before the next one's forward.
 Outside of the graphs, between replays, weights' copies are derived (once a step) and buckets are told that gradients
 are `ready`.
+
+Messages between tensor-parallel ranks are recorded where they are sent. What decides on recording is alike on all of
+them, so they record at the same step; then a communicator sees the same messages in the same order everywhere, whether
+they come from a graph or from a call.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from megafp8.core.transformer.layer import TransformerLayer
 from megafp8.core.transformer.recorders import Recorder, Run, recorder_on
 from megafp8.fp8 import Linear
 from megafp8.fp8.wgrad import put
+from megafp8.meter import Meter
 from megafp8.params import GradSink, attach_spec, spec_of
 from megafp8.step import StepContext
 
@@ -166,6 +171,7 @@ class LayerGraphs:
     """Runs a block's layers from graphs (`step.LayerRunner`), recorded when `warmup_steps` steps have run without.
 
     wait: for parameters of these names that may still be on their way from other ranks. say: takes a line for the log.
+    meter: counts what this rank sends.
     They are recorded again when a parameter has moved or its linear computes with another recipe. A microbatch of
     another shape, or of several documents, runs without.
     """
@@ -177,14 +183,23 @@ class LayerGraphs:
         warmup_steps: int = 1,
         wait: Callable[[Iterable[str]], None] = lambda names: None,
         say: Callable[[str], None] = lambda line: None,
-        recorder: Callable[[torch.device], Recorder] = recorder_on,
+        recorder: Callable[[torch.device, Meter | None], Recorder] = recorder_on,
+        meter: Meter | None = None,
     ) -> None:
         self._device, self._warmup_steps, self._wait, self._say = device, warmup_steps, wait, say
-        self._recorder = recorder
+        self._recorder, self._meter = recorder, meter
+        self._records: Recorder | None = None
         self._steps = 0
         self._drop()
 
+    def release(self) -> None:
+        """Frees the graphs, before the communicators that their messages use are gone."""
+        if self._records is not None:
+            self._records.release()
+        self._drop()
+
     def _drop(self) -> None:
+        self._records = None
         self.layers: list[LayerGraph] = []
         self._key: list[Any] = []
         self._x: Tensor | None = None
@@ -209,7 +224,7 @@ class LayerGraphs:
     def _begin_step(self, layers: nn.Module, x: Tensor, sequences: Sequences, step: StepContext) -> None:
         key = _places(layers) if self.layers else []
         if key != self._key:
-            self._drop()
+            self.release()
         if not self.layers and self._steps >= self._warmup_steps and sequences.cu_seqlens is None:
             self._record(layers, x, sequences, step)
         self._steps += 1
@@ -220,7 +235,7 @@ class LayerGraphs:
 
     def _record(self, layers: Sequence[TransformerLayer], x: Tensor, sequences: Sequences, step: StepContext) -> None:
         """With a step's first microbatch: gradient buffers hold nothing yet, and what a history sees it sees again."""
-        start, recorder = time.perf_counter(), self._recorder(self._device)
+        start, recorder = time.perf_counter(), self._recorder(self._device, self._meter)
         self._x, dy = x.detach().clone(), torch.zeros_like(x)
         self._turn = tuple(t.clone(memory_format=torch.contiguous_format) for t in sequences.rotation or ())
         self._sequences = replace(sequences, rotation=self._turn or None)
@@ -242,7 +257,7 @@ class LayerGraphs:
             place = layer.record_forward(place, recorder)
         for layer in reversed(graphs):
             layer.record_backward(recorder)
-        self.layers, self._key = graphs, _places(layers)
+        self.layers, self._key, self._records = graphs, _places(layers), recorder
         held, took, count = recorder.held_bytes, time.perf_counter() - start, len(graphs)
         if held is None:
             self._say(f"no CUDA graphs on this device ({self._device.type}): layers are called")
