@@ -87,8 +87,8 @@ class TrainConfig:
     )
     cuda_graph_impl: str = flag(
         "none",
-        "Launch transformer layers from CUDA graphs, one a layer and pass: small microbatches and tensor parallelism "
-        "wait for the host otherwise; not with pipeline or context parallelism (docs/conversions.md).",
+        "Launch layers from CUDA graphs, one a layer and pass: small microbatches and tensor parallelism else wait for "
+        "the host. Not with pipeline or context parallelism (docs/conversions.md).",
         choices=("none", "local", "transformer_engine", "full_iteration"),
     )
     cuda_graph_modules: tuple[str, ...] = flag(
