@@ -10,6 +10,7 @@ from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, differin
 CUDA = torch.device("cuda")
 SMALL = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 128}
 WIDE = {"hidden_size": 1024, "ffn_hidden_size": 1536, "num_attention_heads": 8, "seq_length": 512}
+WIDE |= {"fp8_small_linears": "fp8"}
 MODELS = {
     "qk norms": {"qk_layernorm": True},
     "window": {"window_size": "31,0"},
@@ -122,7 +123,7 @@ def test_what_graphs_read_stays_where_it_is(recipe):
 
 
 def test_nothing_more_is_held_with_every_step_and_microbatch():
-    """The first run loads libraries, whose workspaces stay; it and the next must leave as little behind as each other."""
+    """The first run loads libraries, whose workspaces stay."""
     held, kept = [], []
 
     def after(run: Run) -> None:

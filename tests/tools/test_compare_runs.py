@@ -252,6 +252,7 @@ def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
     for name, words in BYTES.items():
         write_run(tmp_path / name, {1: 4.0}, {})
         size = ("--hidden-size", "512", "--ffn-hidden-size", "1024", "--seq-length", "512", "--swiglu")
+        words = (*words, *(["--fp8-small-linears", "fp8"] if words else []))
         argv = flags(tmp_path / "gone", "--bf16", *size, "--max-position-embeddings", "512", *words)
         config = parse_args(argv, env={}, check_files=False)
         write_args(with_vocab_size(config, 300), tmp_path / name / "args.json")
