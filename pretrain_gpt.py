@@ -29,9 +29,11 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_args(argv)
         # Imported after the flags are checked: a mistake is told before torch takes its seconds to load.
         if config.train.dry_run:
+            from megafp8.parallel import ParallelContext
             from megafp8.plan.summary import dry_run
+            from megafp8.training.going_on import going_on
 
-            print(dry_run(config))
+            print(dry_run(going_on(config, ParallelContext())))
             return 0
     except ValueError as error:
         return mistake(error)

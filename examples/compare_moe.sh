@@ -85,7 +85,7 @@ running=() gpus=("${gpus[@]:-}") # without a GPU: none to see
 start bf16_1 --seed 1
 start bf16_2 --seed 2
 for seed in "${seeds[@]}"; do
-    start "fp8_$seed" --seed "$seed" --fp8-format e4m3 --fp8-recipe blockwise
+    start "fp8_$seed" --seed "$seed" --fp8-format e4m3 --fp8-recipe blockwise --fp8-small-linears fp8
 done
 failed=0
 for one in ${running[@]+"${running[@]}"}; do

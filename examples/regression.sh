@@ -56,7 +56,7 @@ TOKENIZER=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$data/tokeni
 TOKENS=(--data-path "$data/tokens_text_document" --split 98,2,0 --num-workers 2 "${TOKENIZER[@]}")
 
 flags() { # flags NAME: what makes a run what it is
-    local watch="--fp8-monitor-interval $((iterations / 10))"
+    local watch="--fp8-small-linears fp8 --fp8-monitor-interval $((iterations / 10))" # it is numerics that are compared
     local blockwise="--fp8-format e4m3 --fp8-recipe blockwise $watch" tensorwise="--fp8-format hybrid --fp8-recipe tensorwise $watch"
     case $1 in
     bf16) ;;

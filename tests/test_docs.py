@@ -30,8 +30,6 @@ OTHERS = {
     # nsys, lm_eval
 }
 """Flags of other programs that the pages name."""
-LATER = {"megafp8/fp8/crossover.json"}
-"""Files that measurements on a GPU will write."""
 A_STEP_ON_PAPER = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "kv_channels": 32}
 
 
@@ -77,7 +75,7 @@ def named_files(text: str) -> set[str]:
     """Files of the repository that a text names, `*` and `{a,b}` written out as patterns."""
     folders, endings = "tools|examples|tests|megafp8|kernels", "py|sh|json|md|ipynb|toml"
     names = re.findall(rf"(?<![\w./{{}}-])((?:{folders})/[\w./*,{{}}-]*\.(?:{endings}))\b", text)
-    return set(names) - LATER
+    return set(names)
 
 
 def exists(name: str) -> bool:

@@ -3,7 +3,8 @@
 The shapes are those of a Llama-like layer of each hidden size h: qkv [1.5h, h], proj [h, h], fc1 [7h, h], fc2
 [h, 3.5h]. Inputs are quantized by a kernel of their own: fused producers only do better. Speeds are FP8's over
 BF16's: of the device, whose queue is filled ahead, and behind it as called one after the other, where small ones wait
-for the host. The table is that of megafp8/fp8/crossover.json, which reads the first: a host is not a device's property.
+for the host. Linears are FP8 here whatever was measured before. The file is one as megafp8/fp8/crossover.json, of which
+megafp8/config/crossover.py reads the first speed: a host is not a device's property.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ from megafp8.training.timers import Timers
 FLAGS = (
     "--num-layers 4 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --lr 1e-4 "
     "--eval-iters 0 --bf16 --mock-data --tokenizer-type NullTokenizer --attention-dropout 0 --hidden-dropout 0 "
-    "--num-workers 0 --train-iters 1000 --fp8-format e4m3 --fp8-recipe blockwise"
+    "--num-workers 0 --train-iters 1000 --fp8-format e4m3 --fp8-recipe blockwise "
+    "--fp8-small-linears fp8"
 )
 SIZES = {
     "small": "--hidden-size 512 --num-attention-heads 8 --seq-length 512 --micro-batch-size 4 --global-batch-size 8 "

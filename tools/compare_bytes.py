@@ -41,6 +41,8 @@ def arranged(run: Path, layout: Sequence[str], gpus: int | None) -> Config:
     saved = read_args(path)
     world = saved.parallel.world_size if gpus is None else gpus
     config = parse_args(["--config", str(path), *layout], env={"WORLD_SIZE": str(world)}, check_files=False)
+    # What computes in FP8 is the run's, whatever is too small for it in that layout.
+    config = config.replace(small_linears_in_bf16=saved.fp8.small_linears_in_bf16)
     return with_vocab_size(config, saved.model.unpadded_vocab_size)
 
 

@@ -112,16 +112,20 @@ def probe_outliers(probe, recipes: dict) -> list[dict]:
     return rows
 
 
-def choose(probe, recipes: dict, rows: list[dict], budget: float) -> list[dict]:
-    """A row a recipe: which linears have to stay in BF16, and the gap that is left; the best choice first."""
+def choose(probe, recipes: dict, rows: list[dict], budget: float, config) -> list[dict]:
+    """A row a recipe: which linears have to stay in BF16, which do since FP8 would slow them down in a run of `config`,
+    and the gap that is left; the best choice first."""
+    from megafp8.config.crossover import is_small, with_small_linears
     from megafp8.training.probe import keep_within
-    from megafp8.training.probe_report import harm
+    from megafp8.training.probe_report import FLAGS, harm
 
     found = []
     for name, recipe in recipes.items():
         own = sorted((r for r in rows if r["recipe"] == name and r["role"] == "all"), key=harm, reverse=True)
-        kept, gap = keep_within(probe, recipe, [row["linear"] for row in own], budget)
-        found.append({"recipe": name, "kept": kept, "gap": gap, "met": abs(gap) <= budget})
+        runs = with_small_linears(config.replace(**FLAGS[name]))
+        small = [unit for unit in probe.units if is_small(runs, unit)]
+        kept, gap = keep_within(probe, recipe, [row["linear"] for row in own], budget, small)
+        found.append({"recipe": name, "kept": kept, "small": small, "gap": gap, "met": abs(gap) <= budget})
     return sorted(found, key=lambda row: (not row["met"], len(row["kept"])))
 
 
@@ -134,16 +138,18 @@ def report(args, trained, probe, recipes: dict) -> dict:
     print(probe_report.table(rows, args.top))
     outliers = probe_outliers(probe, recipes)
     print(f"\none input channel x {OUTLIER:g}, error of all the others:\n{probe_report.outlier_table(outliers)}")
-    choices = choose(probe, recipes, rows, args.budget)
+    choices = choose(probe, recipes, rows, args.budget, trained.config)
     print(f"\nthe whole model, budget {args.budget:.3%}:")
     for choice in choices:
         kept = ", ".join(map(probe.pattern, choice["kept"])) or "nothing"
+        kept += f"; {len(choice['small'])} too small for FP8" if choice["small"] else ""
         missed = "" if choice["met"] else "  (missed)"
         print(f"  {choice['recipe']:10}  gap {choice['gap']:+.4%}  in BF16: {kept}{missed}")
     probe_report.heat_map(rows, args.output / "heatmap.png")
     best = choices[0]
     kept = [probe.pattern(unit) for unit in best["kept"]]
-    flags = probe_report.flags_file(dict(trained.config.to_dict()["given"]), best["recipe"], kept)
+    given, small = dict(trained.config.to_dict()["given"]), trained.config.fp8.fp8_small_linears
+    flags = probe_report.flags_file(given, best["recipe"], kept, small)
     (args.output / "flags.json").write_text(flags)
     print(f"\nwritten to {args.output}: probe.json, heatmap.png, flags.json ({best['recipe']})")
     if silent := sorted(probe.units.keys() - probe.called):

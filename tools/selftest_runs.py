@@ -28,7 +28,7 @@ Pairs = list[tuple[float, float]]
 """(loss, gradient norm) of every step."""
 STEPS = 10
 SMALL = {"cuda": (4, 512, 1024, 256, 4), "cpu": (4, 32, 64, 16, 4)}  # layers, hidden, ffn, sequence, samples a step
-FP8 = ("--bf16", "--fp8-format")
+FP8 = ("--bf16", "--fp8-small-linears", "fp8", "--fp8-format")
 RECIPES: dict[str, Flags] = {
     "fp32": (),
     "bf16": ("--bf16",),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megafp8.config.flags import flag
+from megafp8.config.flags import derived, flag
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,14 @@ class FP8Config:
         metavar="PATTERN=RECIPE",
         shown_default="none",
     )
+    fp8_small_linears: str = flag(
+        "bf16",
+        "What becomes of linears that FP8 would slow down at their sizes, by the measurements in "
+        "megafp8/fp8/crossover.json: they stay in BF16, or are FP8 all the same. --fp8-module-recipes comes first.",
+        choices=("bf16", "fp8"),
+    )
+    small_linears_in_bf16: tuple[str, ...] = derived(())
+    """Parts of a layer that are left out. Kept with a run, which resumes with them; empty in checkpoints of before."""
     fp8_power_of_two_scales: bool | None = flag(
         None, "Round scales down to powers of two.", shown_default="on for blockwise, off for tensorwise and delayed"
     )

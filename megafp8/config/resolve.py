@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from megafp8.config.batch_size import parse_steps
 from megafp8.config.config import Config
+from megafp8.config.crossover import with_small_linears
 from megafp8.config.fp8 import DEFAULT_RECIPE
 
 DEFAULT_SPLIT = "969,30,1"
@@ -214,6 +215,7 @@ RULES = (
     _positions,
     _fp8,
     _batch,
+    with_small_linears,
     _recompute,
     _schedule,
     _data,

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 import torch
 
 from megafp8.config import Config
+from megafp8.config.crossover import is_small
 from megafp8.config.fp8 import DEFAULT_RECIPE
 from megafp8.config.module_recipes import FLAG, module_recipes
 from megafp8.fp8 import gemm
-from megafp8.fp8.crossover import SmallLinears
 from megafp8.fp8.recipe import RECIPES, Recipe, get_recipe
 
 
@@ -21,8 +21,8 @@ class Policy:
 
     recipe: of the linears it covers. others: (pattern, recipe) of linears that get another one, None for high
     precision; the last that matches counts. keep: patterns of linears kept in high precision whatever else is said.
-    In patterns `*` matches dots too. flags: for each pattern where it comes from, for error messages. too_small: (name,
-    recipe) -> whether FP8 would slow it down; not asked about linears that `others` names.
+    In patterns `*` matches dots too. flags: for each pattern where it comes from, for error messages. too_small:
+    whether FP8 would slow a linear down, by its name; not asked about those that `others` names. small: those that are.
     """
 
     def __init__(
@@ -31,13 +31,14 @@ class Policy:
         keep: Iterable[str] = (),
         flags: dict[str, str] | None = None,
         others: Iterable[tuple[str, Recipe | None]] = (),
-        too_small: Callable[[str, Recipe], bool] = lambda name, recipe: False,
+        too_small: Callable[[str], bool] = lambda name: False,
     ):
         self.recipe = recipe
         self.keep = tuple(keep)
         self.others = tuple(others)
         self._flags, self._too_small = flags or {}, too_small
         self.decisions: dict[str, Recipe | None] = {}
+        self.small: set[str] = set()
 
     def __call__(self, name: str) -> Recipe | None:
         recipe, named = self.recipe, False
@@ -46,7 +47,9 @@ class Policy:
                 recipe, named = other, True
         kept = any(fnmatchcase(name, pattern) for pattern in self.keep)
         covered = recipe is not None and recipe.covers(name) and not kept
-        covered = covered and (named or not self._too_small(name, recipe))
+        if covered and not named and self._too_small(name):
+            self.small.add(name)
+            covered = False
         self.decisions[name] = recipe if covered else None
         return self.decisions[name]
 
@@ -101,7 +104,7 @@ def from_config(config: Config) -> Policy:
     keep, chosen = tuple(flags), module_recipes(fp8.fp8_module_recipes, RECIPES)
     flags |= {entry.pattern: FLAG for entry in chosen if entry.pattern not in flags}
     others = [(e.pattern, e.recipe and get_recipe(e.recipe, fp8_format=e.fp8_format)) for e in chosen]
-    return Policy(recipe_of(config), keep, flags, others, SmallLinears(config))
+    return Policy(recipe_of(config), keep, flags, others, lambda name: is_small(config, name))
 
 
 def check_gemms(recipes: Iterable[Recipe | None], backend: str, device: torch.device) -> None:

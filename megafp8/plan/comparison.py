@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megafp8.config import Config, with_vocab_size
+from megafp8.config.crossover import with_small_linears
 from megafp8.data import build_tokenizer
 from megafp8.plan.memory import plan_memory
 from megafp8.plan.rank_parameters import rank_parameters
@@ -56,7 +57,7 @@ def variants(config: Config) -> dict[str, Config]:
     for state, flags in STATES.items():
         if flags:
             found[f"bf16, {state}"] = base.replace(**RECIPES["bf16"], use_precision_aware_optimizer=True, **flags)
-    return found
+    return {name: with_small_linears(variant) for name, variant in found.items()}
 
 
 def in_bf16(config: Config) -> Config:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from megafp8.config import Config, with_vocab_size
 from megafp8.config.batch_size import BatchSize
 from megafp8.config.config import GROUPS, field_table, flag_of, has_flag
+from megafp8.config.crossover import why
 from megafp8.config.pipeline import pipeline_stages, stages_of_rank
 from megafp8.data import build_tokenizer
-from megafp8.fp8 import Recipe
+from megafp8.fp8 import Recipe, policy
 from megafp8.plan.activations import by_module
 from megafp8.plan.flops import attention_flops_per_token, linear_flops_per_token, training_flops_per_token
 from megafp8.plan.memory import GIB, MIB, MemoryPlan, plan_stages
@@ -64,7 +65,16 @@ def module_lines(config: Config) -> list[str]:
     lines.extend(f"{name:<38} {text}" for name, text in _merge(_merge(rows, EXPERT), LAYER))
     covered = sum(linear.recipe is not None for linear in found)
     lines.append(f"{covered} of {len(found)} linears run in FP8; norms, attention and the loss run in {high} or fp32")
-    return lines
+    return lines + small_linear_lines(config)
+
+
+def small_linear_lines(config: Config) -> list[str]:
+    """Returns a line per part of a layer that stays in BF16 because FP8 doesn't pay at its size."""
+    recipe_of = policy.from_config(config)
+    for linear in linears(config):
+        recipe_of(linear.name)
+    return [why(config, part) for part in config.fp8.small_linears_in_bf16
+            if any(name.endswith(f".{part}") for name in recipe_of.small)]  # fmt: skip
 
 
 def stage_lines(config: Config) -> list[str]:

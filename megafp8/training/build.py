@@ -21,6 +21,7 @@ from megafp8.optimizer import Optimizer, Schedule, build_optimizer, build_schedu
 from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs, specs_in_order
 from megafp8.plan.shapes import linears
+from megafp8.training.going_on import going_on
 from megafp8.training.memory_savings import savings
 from megafp8.training.places import check_places
 from megafp8.training.step import PipelinePlan
@@ -109,6 +110,7 @@ def build_parts(config: Config, parallel: ParallelContext, device: torch.device)
     Raises ValueError, in one line, for what is wrong with flags or files, a model that memory doesn't hold included.
     """
     check_places(config, parallel)
+    config = going_on(config, parallel)
     set_determinism(config, device)
     tokenizer = build_tokenizer(config.data)
     config = with_vocab_size(config, tokenizer.vocab_size)

@@ -38,7 +38,7 @@ ARGS_FILE = "model_args.json"
 """Flags of a converted model, for `pretrain_gpt.py --config`."""
 LONGEST = 4096
 """Tokens of a sample for tools, where the model could take longer ones."""
-FP8_ARGS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+FP8_ARGS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_small_linears": "fp8"}
 HEAD = "lm_head.weight"
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megafp8.config import Config
 from megafp8.plan.shapes import linears, parameters
-from megafp8.plan.summary import describe_recipe
+from megafp8.plan.summary import describe_recipe, small_linear_lines
 from megafp8.training.build import Parts
 
 AXES = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp", "expert": "ep"}
@@ -27,17 +27,18 @@ def model_line(config: Config) -> str:
 
 
 def fp8_lines(config: Config, device: torch.device) -> list[str]:
-    """How many linears run in FP8, and a line for each recipe that they follow."""
+    """How many linears run in FP8, a line for each recipe that they follow, and for what FP8 would slow down."""
     high = "bf16" if config.train.bf16 else "fp32"
     found = linears(config)
     recipes = {describe_recipe(linear.recipe): None for linear in found if linear.recipe is not None}
     if not recipes:
         off = "off (--fp8-format turns it on)"
-        return [f"precision: {high}; FP8 is {'on for no linear (--dry-run says why)' if config.fp8.enabled else off}"]
+        why = "on for no linear (--dry-run says why)" if config.fp8.enabled else off
+        return [f"precision: {high}; FP8 is {why}", *small_linear_lines(config)]
     count = sum(linear.recipe is not None for linear in found)
     gemms = f"--fp8-gemm-backend {config.fp8.fp8_gemm_backend}" if device.type == "cuda" else "plain PyTorch (slow)"
     head = f"precision: {count} of {len(found)} linears in FP8, the rest {high}; FP8 GEMMs: {gemms}"
-    return [head, *(f"  {recipe}" for recipe in recipes)]
+    return [head, *(f"  {recipe}" for recipe in recipes), *small_linear_lines(config)]
 
 
 def machine_line(parts: Parts) -> str:

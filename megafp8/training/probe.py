@@ -213,13 +213,15 @@ def cosine_of(a: Tensor, b: Tensor) -> float:
     return (dot / (aa * bb).sqrt()).item()
 
 
-def keep_within(probe: Probe, recipe: Recipe, ranking: Sequence[str], budget: float) -> tuple[list[str], float]:
+def keep_within(
+    probe: Probe, recipe: Recipe, ranking: Sequence[str], budget: float, out: Collection[str] = ()
+) -> tuple[list[str], float]:
     """The fewest of the units, in the order of `ranking`, that have to stay in BF16 for the whole model's loss to be
-    within `budget` (relative) of high precision; and the gap that is left."""
+    within `budget` (relative) of high precision; and the gap that is left. out: of units that stay there anyway."""
     kept: list[str] = []
-    for name in (None, *ranking):
+    for name in (None, *(unit for unit in ranking if unit not in out)):
         kept += [] if name is None else [name]
-        changed = {unit: recipe for unit in probe.units if unit not in kept and probe.covers(recipe, unit)}
+        changed = {unit: recipe for unit in probe.units if unit not in (*kept, *out) and probe.covers(recipe, unit)}
         gap = probe.measure(changed, with_cosine=False).loss / probe.base.loss - 1
         if abs(gap) <= budget:
             break

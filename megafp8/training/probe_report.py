@@ -88,10 +88,13 @@ def heat_map(rows: Sequence[Row], output: Path) -> None:
     plt.close(figure)
 
 
-def flags_file(given: dict[str, Any], recipe: str, kept: Sequence[str]) -> str:
-    """JSON for `pretrain_gpt.py --config`: the run's own flags, with this recipe and these linears in BF16."""
+def flags_file(given: dict[str, Any], recipe: str, kept: Sequence[str], small: str = "bf16") -> str:
+    """JSON for `pretrain_gpt.py --config`: the run's own flags, with this recipe and these linears in BF16.
+
+    small: what becomes of those too small for FP8.
+    """
     precision = ("fp8_", "keep_modules_in_bf16", "first_last_layers_bf16", "num_layers_at_")
     flags = {name: value for name, value in given.items() if not name.startswith(precision)}
-    flags |= {"bf16": True, **FLAGS[recipe]}
+    flags |= {"bf16": True, **FLAGS[recipe]} | ({"fp8_small_linears": small} if small != "bf16" else {})
     flags |= {"keep_modules_in_bf16": list(kept)} if kept else {}
     return json.dumps(flags, indent=2) + "\n"

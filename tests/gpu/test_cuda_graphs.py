@@ -10,6 +10,7 @@ from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, differin
 CUDA = torch.device("cuda")
 SMALL = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 128}
 WIDE = {"hidden_size": 1024, "ffn_hidden_size": 1536, "num_attention_heads": 8, "seq_length": 512}
+WIDE |= {"fp8_small_linears": "fp8"}
 MODELS = {
     "qk norms": {"qk_layernorm": True},
     "window": {"window_size": "31,0"},

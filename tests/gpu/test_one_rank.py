@@ -45,15 +45,16 @@ EP = {
     "pipeline_model_parallel_size": 2,
     "num_layers": 4,
 }
+ALL = {"fp8_small_linears": "fp8"}
 CASES = {
-    "Llama, first stage, blockwise": (32, 1, LLAMA | TP_PP | {"fp8_format": "e4m3"}),
+    "Llama, first stage, blockwise": (32, 1, LLAMA | TP_PP | ALL | {"fp8_format": "e4m3"}),
     "Llama, middle stage, BF16": (32, 17, LLAMA | TP_PP),
     "Llama, last stage, tensorwise primary": (
         32,
         31,
-        LLAMA | TP_PP | {"fp8_format": "hybrid", "fp8_param_gather": True},
+        LLAMA | TP_PP | ALL | {"fp8_format": "hybrid", "fp8_param_gather": True},
     ),
-    "experts, last stage, blockwise": (16, 12, LLAMA | EP | {"fp8_format": "e4m3", "moe_fp8_dispatch": True}),
+    "experts, last stage, blockwise": (16, 12, LLAMA | EP | ALL | {"fp8_format": "e4m3", "moe_fp8_dispatch": True}),
 }
 
 

@@ -29,21 +29,15 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
     "bf16": True,
 }
+ALL, SELECTIVE = {"fp8_small_linears": "fp8"}, {"recompute_granularity": "selective"}
+BLOCKWISE = ALL | {"fp8_format": "e4m3"}
 CASES = {
     "bf16": {},
-    "blockwise": {"fp8_format": "e4m3"},
-    "tensorwise": {"fp8_format": "hybrid"},
+    "blockwise": BLOCKWISE,
+    "tensorwise": ALL | {"fp8_format": "hybrid"},
     "bf16, whole layers recomputed": {"recompute_granularity": "full"},
-    "blockwise, mlp recomputed": {
-        "fp8_format": "e4m3",
-        "recompute_granularity": "selective",
-        "recompute_modules": ("mlp",),
-    },
-    "blockwise, norms recomputed": {
-        "fp8_format": "e4m3",
-        "recompute_granularity": "selective",
-        "recompute_modules": ("layernorm",),
-    },
+    "blockwise, mlp recomputed": BLOCKWISE | SELECTIVE | {"recompute_modules": ("mlp",)},
+    "blockwise, norms recomputed": BLOCKWISE | SELECTIVE | {"recompute_modules": ("layernorm",)},
 }
 
 

@@ -46,9 +46,10 @@ MOE = DENSE | {
     "moe_router_topk": 4,
     "moe_router_force_load_balancing": True,
 }
-FP8 = {"fp8_format": "e4m3"}
+ALL = {"fp8_small_linears": "fp8"}
+FP8 = ALL | {"fp8_format": "e4m3"}
 PRIMARY = FP8 | {"fp8_param_gather": True, "use_distributed_optimizer": True}
-TENSORWISE = {"fp8_format": "hybrid"}
+TENSORWISE = ALL | {"fp8_format": "hybrid"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MANY = {"num_layers": 1, "micro_batch_size": 6, "global_batch_size": 12}
 CASES = {

@@ -20,7 +20,7 @@ SHORT = ("--device", "cuda", "--train-iters", "6", "--eval-iters", "0", "--log-i
 LARGE = (
     *("--num-layers", "4", "--hidden-size", "1024", "--ffn-hidden-size", "4096", "--num-attention-heads", "16"),
     *("--seq-length", "2048", "--max-position-embeddings", "2048", "--micro-batch-size", "8"),
-    *("--global-batch-size", "16"),
+    *("--global-batch-size", "16", "--fp8-small-linears", "fp8"),
 )
 
 

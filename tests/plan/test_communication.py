@@ -22,6 +22,7 @@ from tests.plan.traffic_cases import BASE, CASES, VOCABULARY
 QUICK = {
     "overlapped, BF16 gradients",
     "primary, cut",
+    "BF16 where FP8 is slow",
     "contexts, ring",
     "pipeline, tied, last",
     "experts, apart",
@@ -53,7 +54,9 @@ def test_planned_traffic_is_what_is_counted(name):
     assert measured.finite
 
 
-@pytest.mark.parametrize("name", quick(CASES, {"pipeline, tied, last", "DeepSeek-V3's kind, stage 3", "biases"}))
+@pytest.mark.parametrize(
+    "name", quick(CASES, {"pipeline, tied, last", "BF16 where FP8 is slow", "DeepSeek-V3's kind, stage 3", "biases"})
+)
 def test_parameters_of_a_rank_are_those_that_the_model_makes(name):
     world, _, flags = CASES[name]
     config = config_of(world, flags)

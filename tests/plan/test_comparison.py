@@ -33,6 +33,16 @@ def test_variants_do_not_depend_on_the_configurations_own_precision(make):
         assert plan_memory(config).static == plan_memory(variants(other)[name]).static, name
 
 
+def test_each_variant_leaves_out_what_its_own_recipe_would_slow_down(make):
+    sizes = {"hidden_size": 1024, "ffn_hidden_size": 3584, "num_attention_heads": 8, "num_query_groups": 2}
+    found = variants(make("llama", bf16=True, fp8_format="e4m3", seq_length=1024, **sizes))
+    attention = ("attention.qkv", "attention.proj")
+    small = {name.split()[0]: config.fp8.small_linears_in_bf16 for name, config in found.items()}
+    assert small["blockwise,"] == attention
+    assert small["tensorwise,"] == (*attention, "mlp.fc2")
+    assert small["mxfp8"] == small["bf16,"] == ()
+
+
 def test_the_forecast_stands_beside_what_was_measured():
     lines = measured_table({"activations": (3 << 20, 2 << 20)})
     assert lines[1].split() == ["activations", "3.0", "2.0", "50.0%"]

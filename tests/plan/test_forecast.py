@@ -96,7 +96,8 @@ def test_recomputation_costs_what_it_runs_again(make, h200):
 
 def test_projs_input_is_quantized_in_fp8_only(make, h200):
     """Of 2048 tokens and 1024 channels: BF16 read and a byte written, in forward and in backward."""
-    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 1024, "bf16": True}
+    sizes = {"hidden_size": 1024, "num_attention_heads": 8, "num_query_groups": 8, "seq_length": 1024, "bf16": True,
+             "fp8_small_linears": "fp8"}  # fmt: skip
     layer, parts = LayerShape("layers.1", False), []
     for keep in ((), ("layers.*.attention.proj",)):
         clock = StageClock(make("llama", fp8_format="e4m3", keep_modules_in_bf16=keep, **sizes), h200)

@@ -30,6 +30,8 @@ DENSE_NORM = {"normalization": "LayerNorm"}
 MOE = variants.MOE | DENSE_NORM | {"moe_ffn_hidden_size": 256, "position_embedding_type": "learned_absolute"}
 EVEN_HEADS = variants.LATENT | DENSE_NORM | {"v_head_dim": 64, "qk_head_dim": 48, "qk_pos_emb_head_dim": 16}
 LARGER = {"hidden_size": 256, "seq_length": 128, "num_layers": 2}
+# FP8 would slow down qkv and proj.
+SMALL = {"hidden_size": 512, "ffn_hidden_size": 2048, "seq_length": 512, "num_layers": 1, "num_attention_heads": 8}
 # RMSNorm is left to GPUs: on the CPU PyTorch takes it apart and keeps more than the fused kernel.
 CASES = {
     "fp32": {},
@@ -42,6 +44,7 @@ CASES = {
     "blockwise": BLOCKWISE,
     "blockwise swiglu": BLOCKWISE | {"swiglu": True},
     "blockwise, some layers bf16": BLOCKWISE | {"first_last_layers_bf16": True, "num_layers": 4},
+    "blockwise where it pays": BLOCKWISE | SMALL | {"swiglu": True},
     "tensorwise": BF16 | {"fp8_format": "hybrid"},
     "mxfp8": BLOCKWISE | {"fp8_recipe": "mxfp8"},
     "blockwise, fc1's output in fp8": BLOCKWISE | {"swiglu": True, "activation_func_fp8_input_store": True},
@@ -173,9 +176,10 @@ def test_static_memory_of_fp8_primary_weights_in_shards(make, recipe, world):
         BLOCKWISE | {"fp8_recipe": "mxfp8"},
         BF16 | {"fp8_format": "hybrid"},
         BLOCKWISE | {"first_last_layers_bf16": True},
+        BLOCKWISE | SMALL,
         BF16,
     ],
-    ids=["blockwise", "1d weights", "mxfp8", "tensorwise", "first and last bf16", "bf16"],
+    ids=["blockwise", "1d weights", "mxfp8", "tensorwise", "first and last bf16", "where it pays", "bf16"],
 )
 def test_fp8_copies_are_what_the_weights_keep(make, values):
     config = make("llama", **values)

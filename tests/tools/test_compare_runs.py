@@ -6,6 +6,7 @@ from pathlib import Path
 import compare_runs
 import numpy as np
 import pytest
+from compare_bytes import arranged
 
 from megafp8.config import parse_args, with_vocab_size, write_args
 from tests.training.runs import flags
@@ -252,6 +253,7 @@ def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
     for name, words in BYTES.items():
         write_run(tmp_path / name, {1: 4.0}, {})
         size = ("--hidden-size", "512", "--ffn-hidden-size", "1024", "--seq-length", "512", "--swiglu")
+        words = (*words, *(["--fp8-small-linears", "fp8"] if words else []))
         argv = flags(tmp_path / "gone", "--bf16", *size, "--max-position-embeddings", "512", *words)
         config = parse_args(argv, env={}, check_files=False)
         write_args(with_vocab_size(config, 300), tmp_path / name / "args.json")
@@ -277,6 +279,18 @@ def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
         assert compare_runs.main(wrong) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+
+
+@pytest.mark.parametrize("kept", [(), ("attention.qkv", "attention.proj")])
+def test_what_was_in_fp8_is_so_in_another_layout(tmp_path, kept):
+    """Sizes may be too small for FP8 there alone, and a run of before the flag left out none."""
+    size = ("--hidden-size", "512", "--ffn-hidden-size", "2048", "--seq-length", "512", "--global-batch-size", "4")
+    argv = flags(tmp_path / "gone", "--bf16", "--fp8-format", "e4m3", *size, "--max-position-embeddings", "512")
+    config = with_vocab_size(parse_args(argv, env={}, check_files=False), 300)
+    assert config.fp8.small_linears_in_bf16 == ("attention.qkv", "attention.proj")
+    write_args(config.replace(small_linears_in_bf16=kept), tmp_path / "args.json")
+    for layout in ([], ["--micro-batch-size", "1"]):
+        assert arranged(tmp_path, layout, None).fp8.small_linears_in_bf16 == kept
 
 
 def test_a_layout_of_one_flag_is_told_how_to_be_written(capsys):

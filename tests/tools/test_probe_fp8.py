@@ -7,9 +7,11 @@ import probe_fp8
 import pytest
 import torch
 
+from megafp8.config import crossover
 from megafp8.fp8 import Linear, get_recipe
 from megafp8.training.inference import load_trained
 from megafp8.training.probe import Emulated, Probe, keep_within, outlier_error
+from megafp8.training.probe_report import flags_file
 from tests.training.runs import flags, metrics, run, write_corpus
 
 BAD = "layers.1.mlp.fc1"
@@ -115,6 +117,25 @@ def test_the_flags_file_keeps_the_budget(trained, tmp_path, capsys):
     assert losses["fp8"] != losses["bf16"], "FP8 was not on"
     assert abs(losses["fp8"] / losses["bf16"] - 1) <= 0.003
     assert "flags.json (tensorwise)" in capsys.readouterr().out
+
+
+def test_linears_too_small_for_fp8_stay_out_of_the_whole_model(trained, tmp_path, capsys, monkeypatch):
+    """As in the run that the flags are for; probed they are all the same. The run's own flag goes on."""
+    directory, prefix = trained
+    rows = [[64, 32, 32, 0.5, 0.5], [64, 32, 48, 1.5, 1.5]]  # proj and fc2, two sequences of 32 tokens
+    monkeypatch.setattr(crossover, "table", lambda: crossover.Measured("G", {"blockwise": rows}))
+    words = ["--load", str(directory / "c"), "--data-path", str(prefix), "--split", "80,20,0", "--batches", "1"]
+    words += ["--output", str(tmp_path), "--micro-batch-size", "2", "--recipes", "blockwise", "--budget", "0"]
+    assert probe_fp8.main(words) == 0
+    found = json.loads((tmp_path / "probe.json").read_text())
+    (choice,) = found["choices"]
+    assert choice["small"] == ["layers.0.attention.proj", "layers.1.attention.proj"]
+    assert len(choice["kept"]) == 6
+    assert not set(choice["kept"]) & set(choice["small"])
+    assert set(choice["small"]) < {row["linear"] for row in found["rows"]}
+    assert "; 2 too small for FP8" in capsys.readouterr().out
+    assert "fp8_small_linears" not in json.loads((tmp_path / "flags.json").read_text())
+    assert json.loads(flags_file({"fp8_small_linears": "fp8"}, "blockwise", [], "fp8"))["fp8_small_linears"] == "fp8"
 
 
 MOE = (

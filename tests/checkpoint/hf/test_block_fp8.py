@@ -177,6 +177,19 @@ def test_linears_kept_in_bf16_stay_so_both_ways(tmp_path):
     ]  # fmt: skip
 
 
+def test_linears_too_small_for_fp8_stay_so_both_ways(tmp_path):
+    """The file says what is FP8: what it holds in it runs in it, whatever its size."""
+    fields = {**RUN, "small_linears_in_bf16": ["attention.proj"]}
+    found = as_run(convert(make(ALIGNED, tmp_path / "hf", dtype=torch.bfloat16), tmp_path / "ours"), **fields)
+    export_hf(found, tmp_path / "fp8", ExportOptions(fp8=True))
+    written = weights(tmp_path / "fp8")
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.bfloat16
+    assert written["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    again = convert(tmp_path / "fp8", tmp_path / "again").metadata["args"]["config"]["fp8"]
+    assert {name.split(".", 2)[2] for name in again["keep_modules_in_bf16"]} == {"attention.proj"}
+    assert (again["fp8_small_linears"], again["small_linears_in_bf16"]) == ("fp8", [])
+
+
 def test_deepseek_scales_with_any_fp32_value(tmp_path):
     """A file as DeepSeek-V3's: FP32 scales, no power of two. Values are bytes times scales, rounded to BF16; quantized
     again they give the same bytes, and scales as near as BF16 is."""
