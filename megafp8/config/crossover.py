@@ -5,16 +5,18 @@ out_features, in_features, speed, ...]`, the speed of a linear's forward and bac
 alone. The file's first GPU counts, whatever GPU runs, or none: what a run computes, what a planner counts and what a
 checkpoint resumes with must not depend on the machine.
 
-A linear goes by the measurement that is nearest in the logarithms of the three sizes, if each is within a factor of
-`NEAR`. Sizes are a rank's. Left alone are experts and latent attention's projections down and up, which were not
-measured, and recipes without measurements: mxfp8, which Hopper emulates, and delayed, whose checkpoints hold a history
-of every linear in FP8, so that another microbatch or layout could not resume them.
+A linear goes by the measurements that are nearest in the logarithms of its three sizes, if each of those is within a
+factor of `NEAR`: by the geometric mean of those that are as good as equally near. Fewer or more tokens than were ever
+measured count as the fewest or the most. Sizes are a rank's. Left alone are experts and latent attention's projections
+down and up, which were not measured, and recipes without measurements: mxfp8, which Hopper emulates, and delayed, whose
+checkpoints hold a history of every linear in FP8, so that another microbatch or layout could not resume them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ from megafp8.config.config import Config
 
 TABLE = Path(__file__).resolve().parents[1] / "fp8" / "crossover.json"
 NEAR = 2
+AS_NEAR = 0.25  # octaves
 """A size further off than that from all that was measured, such as a toy model's, is as if nothing had been."""
 SLOWER = 0.97
 """Of BF16's speed. Two measurements differ by some per cent, and FP8 saves bytes too."""
@@ -43,17 +46,20 @@ def table() -> Measured:
 
 
 def speed(recipe: str | None, tokens: int, out_features: int, in_features: int) -> float | None:
-    """FP8's over BF16's of the measurement that is nearest; None where none is near."""
-    sizes = tokens, out_features, in_features
-    if min(sizes) < 1:  # of a layout that the checks are about to refuse
+    """FP8's over BF16's of the measurements that are nearest; None where none is near."""
+    rows = table().recipes.get(recipe, [])
+    if not rows or min(tokens, out_features, in_features) < 1:  # of a layout that the checks are about to refuse
         return None
+    measured = sorted(row[0] for row in rows)
+    sizes = min(max(tokens, measured[0]), measured[-1]), out_features, in_features
 
     def apart(row: list[float]) -> list[float]:
         return [abs(math.log2(ours / theirs)) for ours, theirs in zip(sizes, row, strict=False)]
 
-    rows = (row for row in table().recipes.get(recipe, []) if max(apart(row)) <= math.log2(NEAR))
-    nearest = min(rows, key=lambda row: math.hypot(*apart(row)), default=None)
-    return None if nearest is None else nearest[3]
+    near = [(math.hypot(*apart(row)), row[3]) for row in rows if max(apart(row)) <= math.log2(NEAR)]
+    if not near:
+        return None
+    return statistics.geometric_mean(found for distance, found in near if distance <= min(near)[0] + AS_NEAR)
 
 
 def small_linears(config: Config) -> tuple[str, ...]:
@@ -82,8 +88,8 @@ def why(config: Config, part: str) -> str:
     if not sizes or found is None or found >= SLOWER:  # a resumed run's, of other sizes or another table
         return f"{part} stays in BF16, as in the checkpoint ({FLAG} decides anew)"
     return (
-        f"{part} stays in BF16: at {tokens} tokens, {sizes[0]} x {sizes[1]}, FP8 ({recipe}) has {found:g} of BF16's "
-        f"speed as measured on {table().gpu} ({FLAG} fp8: FP8 anyway)"
+        f"{part} stays in BF16: at {tokens} tokens, {sizes[0]} x {sizes[1]}, FP8 ({recipe}) has {found:.2f} of BF16's "
+        f"speed, by what was measured near it on {table().gpu} ({FLAG} fp8: FP8 anyway)"
     )
 
 

@@ -15,8 +15,9 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from megafp8.fp8.formats import FORMATS, Format, decode_scale
+from megafp8.fp8.formats import FORMATS, Format, Tile, decode_scale
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 
 SAMPLED = 1 << 22
@@ -78,6 +79,8 @@ class OperandStats:
             return
         if x is not None:
             x = x.detach() if storage.orientation == "rowwise" else x.detach().t()
+        elif not (storage := _filled(storage)).scale_inv.numel():
+            return
         kernels = _kernels_for(storage.data)
         if kernels is None or not kernels.supports(x, storage):
             self._add_plainly(row, x, storage)
@@ -119,6 +122,28 @@ class OperandStats:
             amax = high * storage.format.fmax
         self.largest[row] = torch.maximum(self.largest[row], torch.stack([amax, high, -low]))
         self.histogram[row] += _histogram(bits)
+
+
+def _filled(storage: QuantizedStorage) -> QuantizedStorage:
+    """The same data with the scales alone of tiles that are not all zeros, one behind the other: rows that fill an
+    expert's up to whole tiles are zeros, whose scale of 1 says nothing. The host waits for their number."""
+    parts = [storage] if storage.counts is None else storage.experts()
+    scales = torch.cat([_raw(part.scale_inv)[_used(part)] for part in parts]).view(storage.scale_inv.dtype)
+    return QuantizedStorage(storage.data, scales, Tile("tensor"), storage.scale, storage.orientation)
+
+
+def _used(storage: QuantizedStorage) -> Tensor:
+    """bool, of the scales' shape: whose tile has an element that is not 0."""
+    (rows, width), shape = storage.data.shape, storage.scale_inv.shape
+    if not storage.data.numel():
+        return storage.scale_inv.new_zeros(shape, dtype=torch.bool)
+    high, wide = storage.tile.shape(rows, width)
+    used = F.pad((storage.data.view(torch.uint8) & 0x7F) != 0, (0, -width % wide, 0, -rows % high))
+    return used.view(-(-rows // high), high, -(-width // wide), wide).any(3).any(1).reshape(shape)
+
+
+def _raw(scale_inv: Tensor) -> Tensor:
+    return scale_inv.view(torch.uint8) if scale_inv.element_size() == 1 else scale_inv
 
 
 def _parts(storage: QuantizedStorage, x: Tensor | None) -> Iterator[tuple[QuantizedStorage, Tensor | None]]:

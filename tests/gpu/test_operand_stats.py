@@ -181,7 +181,7 @@ def test_bins_begin_where_the_numbers_do():
     odd = torch.tensor([0.0, 2.0**-149, 2.0**-129, math.inf, math.nan]).view(torch.int32)
     scales = torch.cat([bits.flatten(), odd]).view(torch.float32)
     scales = scales[: len(scales) // 8 * 8].view(-1, 8)
-    data = torch.zeros(scales.shape[0], 8 * 128).to(FORMATS["e4m3"].dtype)
+    data = torch.ones(scales.shape[0], 8 * 128).to(FORMATS["e4m3"].dtype)
     storage = QuantizedStorage(data, scales, Tile("1d", 128), Scale.FP32, "rowwise")
     plain, fast, add = seen()
     add(None, storage)

@@ -56,7 +56,7 @@ def test_compiled_code_gives_the_twins_numbers(name):
 
 def captured(name, dtype=torch.bfloat16):
     """The launches of an operand with values, without, and of masters."""
-    x = torch.zeros(256, 1024, dtype=dtype)
+    x = torch.ones(256, 1024, dtype=dtype)
     quantized, stats = Quantizer(SPECS[name]).quantize(x), OperandStats.empty(1)
     with (
         testing.captured_launches() as launches,

@@ -80,6 +80,26 @@ def test_a_large_operand_is_sampled_in_whole_blocks(monkeypatch, recipe, role):
     assert stats.largest[0, 0] == whole["amax"], "amaxes come from all elements"
 
 
+@pytest.mark.parametrize("orientation", ["rowwise", "colwise"])
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+def test_rows_that_fill_experts_up_are_no_tiles(recipe, orientation):
+    """Of experts' rows that arrive in FP8: filled up with zeros or not, the same amax, scales and histogram. And a
+    tile of zeros whose scale, 1, is in between is no tile, where one of that scale with values is."""
+    quantizer, block = get_recipe(recipe).quantizer("input"), 128
+    rows = torch.randn(block, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[0, 0] = 448
+    found = []
+    for filled in (rows, torch.cat([rows, torch.zeros(block, 96).bfloat16()])):
+        made = quantizer.quantize(filled, orientation == "rowwise", orientation == "colwise")
+        stats = OperandStats.empty(1)
+        stats.add(0, None, made)
+        found.append((stats.largest.tolist(), stats.histogram[0].nonzero().tolist(), stats.histogram.sum().item()))
+    assert found[0] == found[1]
+    nobody = OperandStats.empty(1)
+    nobody.add(0, None, quantizer.quantize(torch.zeros(block, 96).bfloat16(), True, False))
+    assert not nobody.histogram.any()
+
+
 def test_drift_is_how_far_scales_moved():
     assert drift({10: 5, 12: 5}, {10: 5, 12: 5}) == 0
     assert drift({10: 5}, {14: 2}) == 1.0, "four quarters of an octave"
