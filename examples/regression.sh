@@ -184,6 +184,14 @@ report() {
 command=${1:-help}
 shift || true
 case $command in
+train | flags)
+    if [ $# = 0 ]; then
+        echo "regression.sh: $command: give the name of a run, such as blockwise; they are ${ORDER[*]}" >&2
+        exit 2
+    fi
+    ;;
+esac
+case $command in
 prepare | train | report | flags) "$command" "$@" ;;
 help | -h | --help) sed -n '2,23s/^# \?//p' "$0" ;;
 *)

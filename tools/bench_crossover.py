@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import bench_timing
 import torch
@@ -49,6 +50,23 @@ class Work:
     def __call__(self) -> None:
         self.x.grad = None
         self.linear(self.x, self.step).backward(self.dy)
+
+
+def check_table(path: Path | None) -> None:
+    """Raises ValueError for a file that is there and no such table, before anything is measured."""
+    if path is None or not path.exists():
+        return
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or not all(is_rows(recipes) for recipes in found.values()):
+        raise ValueError(f"--crossover {path}: is there and no table of this tool; give another file")
+
+
+def is_rows(recipes: Any) -> bool:
+    """Whether a device's part of a table looks like one: recipe -> rows."""
+    return isinstance(recipes, dict) and all(isinstance(rows, list) for rows in recipes.values())
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:

@@ -1,7 +1,8 @@
 """Whole steps with and without CUDA graphs of layers, by recipe: tokens/s, and the time in which a step is queued.
 
 Small microbatches are bound by the host: the device waits for launches. Each recipe's two candidates take turns;
-figures are medians.
+figures are medians. Losses of both are compared: with --deterministic-mode among the --flags they must be the same
+(else exit code 1); without, the fastest attention may add up in another order each time.
 
     python tools/bench_graphs.py                                          # Llama-3-8B, 2 layers, 4 x 2048 tokens
     python tools/bench_graphs.py --flags "--num-layers 4" --output graphs.json
@@ -97,18 +98,30 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def compared(calls: list[float], graphs: list[float], fixed: bool) -> str:
+    """fixed: whether they have to be the same, which --deterministic-mode asks for."""
+    if calls == graphs:
+        return "the same"
+    rule = "--deterministic-mode rules that out"
+    why = rule if fixed else f"as they may with the fastest attention; {rule}"
+    return f"differ, {why}: {calls}, from graphs {graphs}"
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, default="llama3-8b")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"])
     parser.add_argument("--flags", default=SIZE, metavar="FLAGS", help="more of the training's flags, in quotes")
-    parser.add_argument("--seq-length", type=int, default=2048, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a sequence (default: 2048; 32 of tiny)")
     parser.add_argument("--microbatches", type=int, default=4, metavar="N", help="of a step")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="timed together")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.seq_length is None:
+        args.seq_length = 32 if args.preset.startswith("tiny") else 2048
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -124,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     for recipe in args.recipes:
         try:
+            print(f"{recipe}: measuring", file=sys.stderr, flush=True)
             rows += measure(args, recipe, device)
         except Exception:
             failed = True
@@ -133,7 +147,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.recipes:
         losses = [row["losses"] for row in rows if row["recipe"] == name]
         if len(losses) == 2:
-            print(f"{name}: losses {'the same' if losses[0] == losses[1] else losses}")
+            fixed = configured(args, name, "").train.deterministic_mode
+            print(f"{name}: losses {compared(*losses, fixed)}")
+            failed |= fixed and losses[0] != losses[1]
     if args.output is not None:
         args.output.write_text(json.dumps(rows, indent=1))
     return int(failed)

@@ -9,7 +9,7 @@ host runs ahead of the GPU, as in a training, so that a look's wait for the devi
 stretch is what is timed; stretches that begin or end with one say nothing, since part of it falls into the neighbour.
 
 Prints for each recipe the time of an iteration, what a look adds, and whether looking at every 100th iteration costs
-less than 1% of the time. Exit code 0 if so, 1 if not.
+less than 1% of the time. Exit code 0 if so, 1 if not; on the CPU always 0.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         print(verdict(name, found[name]), flush=True)
         if args.json:
             publish(args.json, json.dumps(found, indent=1) + "\n")
+    if args.device == "cpu":
+        print("on the CPU no figure counts: it works, which is all that was asked")
+        return 0
     return int(any(of["share"] >= LIMIT for of in found.values()))
 
 

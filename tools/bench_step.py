@@ -81,6 +81,7 @@ RECIPES = {
     "blockwise, FP8 weights": f"--fp8-format e4m3 --fp8-recipe blockwise {PRIMARY}",
     "tensorwise, FP8 weights": f"--fp8-format hybrid --fp8-recipe tensorwise {PRIMARY}",
 }
+SHOWN = ["bf16", "blockwise", "tensorwise"]
 HOST_CALLS = 5
 BASE, PLAIN = "bf16", "plain nn.Module, compiled"
 
@@ -274,7 +275,7 @@ def measure_steps(args: argparse.Namespace, size: Size, device: torch.device) ->
 def arguments() -> ToolParser:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="llama3-8b", help="the model (default: %(default)s)")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=["bf16", "blockwise", "tensorwise"],
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=SHOWN,
                         help="bf16 is always among them (default: %(default)s)")  # fmt: skip
     parser.add_argument("--scopes", nargs="+", choices=("layers", "step"), default=["layers", "step"])
     parser.add_argument("--gradients", choices=("fp32", "bf16"), default="fp32", help="of weights, in the scope "
@@ -305,17 +306,21 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_least(args, 0, "profiled", "host_profile")
     for flag, path in (("--output", args.output), ("--png", args.png), ("--crossover", args.crossover)):
         check_output(path, flag)
+    bench_crossover.check_table(args.crossover)
+    if args.crossover and args.recipes is not SHOWN:
+        measured = " and ".join(bench_crossover.RECIPES)
+        raise ValueError(f"--recipes {' '.join(args.recipes)} with --crossover: it measures {measured}; leave it out")
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    args.recipes = [BASE, *(recipe for recipe in args.recipes if recipe != BASE)]
     sizes = {
         "layers": [Size(1, length) for length in args.seq_lengths],
         "step": [Size(count, length) for count in args.microbatches for length in args.seq_lengths],
     }
     try:
         check_arguments(args)
+        args.recipes = [BASE, *(recipe for recipe in args.recipes if recipe != BASE)]
         device = pick_device(args.device)
         asked, args.device = args.device, device.type
         if args.ledger:

@@ -244,13 +244,24 @@ def table(runs: list[Run], gaps: list[Gap], sizes: list[list[str]] | None = None
     return "\n".join(lines)
 
 
-def parse_budgets(texts: list[str], labels: list[str]) -> dict[str, float]:
+def check_other(flag: str, label: str, labels: list[str]) -> None:
+    """Raises ValueError, for the flag as it was given, unless the label is that of a run after the base."""
+    others = ", ".join(labels[1:])
+    if label not in labels[1:]:
+        there = f"they are {others}" if others else "give more runs, the base first"
+        raise ValueError(f"{flag}: no run after the base is called {label!r}; {there}")
+
+
+def parse_budgets(texts: list[str], labels: list[str], noise: str | None = None) -> dict[str, float]:
     """Label -> budget, from `LABEL=X`. Raises ValueError."""
     budgets = {}
     for text in texts:
-        label, _, value = text.rpartition("=")
-        if label not in labels:
-            raise ValueError(f"--budgets {text}: no run is called {label!r}; they are {', '.join(labels)}")
+        label, equals, value = text.rpartition("=")
+        if not equals:
+            raise ValueError(f"--budgets {text}: give LABEL=X, such as {text}=0.005")
+        check_other(f"--budgets {text}", label, labels)
+        if label == noise:
+            raise ValueError(f"--budgets {text}: {label} is the --noise run, whose gap is allowed; leave one out")
         try:
             budgets[label] = float(value)
         except ValueError:
@@ -265,15 +276,15 @@ def read_arguments(args: argparse.Namespace) -> tuple[list[Run], dict[str, float
     labels = args.labels or short_labels(args.runs)
     if len(labels) != len(args.runs):
         raise ValueError(f"--labels: {len(labels)} names for {len(args.runs)} runs; give one a run")
+    if twice := [label for label in args.labels or () if labels.count(label) > 1]:
+        raise ValueError(f"--labels {' '.join(labels)}: {twice[0]} is there twice; give each run a name of its own")
     check_least(args, 1, "window")
     if args.max_gap is not None and not args.max_gap >= 0:
         raise ValueError(f"--max-gap {args.max_gap}: give 0 or more")
-    if args.noise is not None and args.noise not in labels[1:]:
-        raise ValueError(
-            f"--noise {args.noise}: no run after the base is called that; they are {', '.join(labels[1:])}"
-        )
+    if args.noise is not None:
+        check_other(f"--noise {args.noise}", args.noise, labels)
     budgets = {} if args.max_gap is None else {n: args.max_gap for n in labels[1:] if n != args.noise}
-    budgets |= parse_budgets(args.budgets or [], labels)
+    budgets |= parse_budgets(args.budgets or [], labels, args.noise)
     check_least(args, 1, "gpus")
     check_output(args.output)
     if args.output is not None and args.output.suffix not in FORMATS:

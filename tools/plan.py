@@ -80,11 +80,17 @@ def memory(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from megafp8.plan.comparison import comparison_lines
     from megafp8.plan.measured import measured_lines
     from megafp8.plan.memory import plan_stages
-    from megafp8.plan.summary import memory_lines
+    from megafp8.plan.summary import memory_lines, small_linear_lines
 
     config = configuration(args, rest)
     plans = plan_stages(config)
-    lines = ["memory of one rank (estimate)", *memory_lines(config, plans), "", *comparison_lines(config)]
+    lines = [
+        "memory of one rank (estimate)",
+        *memory_lines(config, plans),
+        *small_linear_lines(config),
+        "",
+        *comparison_lines(config),
+    ]
     lines += ["", *measured_lines(config)] if args.measure else []
     return lines + _picture(args, config, plans)
 
@@ -95,12 +101,13 @@ def forecast(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from megafp8.plan.forecast import forecast as forecast_of
     from megafp8.plan.forecast_report import forecast_lines
     from megafp8.plan.memory import plan_stages
-    from megafp8.plan.summary import stage_memory_lines
+    from megafp8.plan.summary import small_linear_lines, stage_memory_lines
 
     cluster, config = read_cluster(args.cluster), configuration(args, rest)
     plans = plan_stages(config)
     largest = max(range(len(plans)), key=lambda stage: plans[stage].total)
     lines = forecast_lines(forecast_of(config, cluster), plans, step_traffic(config, largest))
+    lines += small_linear_lines(config)
     return [*lines, "", "== memory", *stage_memory_lines(plans), *_picture(args, config, plans)]
 
 
@@ -108,6 +115,7 @@ def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from megafp8.plan.cluster import read_cluster
     from megafp8.plan.search import PRECISIONS, Search, given_flags, precisions
     from megafp8.plan.search_report import contrast_lines, layout_flags, search_lines
+    from megafp8.plan.summary import small_linear_lines
 
     cluster, (given, foreign) = read_cluster(args.cluster), given_flags(rest)
     _environment(args.gpus)
@@ -119,7 +127,9 @@ def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     bf16, fp8 = (found[name][1] for name in PRECISIONS)
     lines += ["", *contrast_lines(found[PRECISIONS[0]][0], bf16, fp8)]
     for name, (_, layouts) in found.items():
-        lines += ["", f"{name}: {' '.join(layout_flags(layouts[0].config))}"] if layouts else []
+        if layouts:
+            best = layouts[0].config
+            lines += ["", f"{name}: {' '.join(layout_flags(best))}", *small_linear_lines(best)]
     return lines
 
 

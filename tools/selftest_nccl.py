@@ -5,7 +5,8 @@
 
 Layouts must agree with one GPU: losses and gradient norms of FP32 within 1e-6 over five steps; of BF16 and FP8, whose
 ranks round on their own, losses within 5e-3, the first gradient norm within 1e-2 and later ones within 5e-2. Switches
-that move bytes or overlap them must change no number at all. FP8 on the wire must save 45 % of the bytes and no time.
+that move bytes or overlap them must change no number at all. FP8 on the wire must save 45 %
+of each trip (or gather) that is FP8, and cost no time.
 
 Checks run in several jobs beside each other (`--jobs`), each on all GPUs, with the recipes dealt out to them; what
 measures speed runs alone, last. A check that hangs or fails costs its own row: its job is started again behind it.
@@ -20,6 +21,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,8 +35,12 @@ RECIPES = ("fp32", "blockwise", "bf16", "delayed", "mxfp8", "tensorwise")
 """In the order in which they are dealt to jobs, forth and back: so jobs have about as much to do."""
 CASES = ("DP", "EP", "TP", "GRAPHS")
 """Of the part speed."""
+ONE_WILL_DO = ("collectives",)
+"""Parts that can be run on one GPU; in the others it would be compared with itself."""
 RESTARTS = 5
 """Of a job: more than that, and the machine has to be looked at first."""
+Typed = Callable[..., str]
+"""Name of a flag and its value, if any, as on the command line."""
 
 
 @dataclass
@@ -218,12 +224,28 @@ class Selftest:
         return int(bool(failed or unfinished))
 
 
-def check_gpus(args: argparse.Namespace) -> None:
+def as_flag(name: str, value: object = "") -> str:
+    """How a value was typed, for the line on a mistake."""
+    return f"--{name} {value}".rstrip()
+
+
+def check_parts(parts: Sequence[str], cases: Sequence[str] | None, gpus: int, typed: Typed = as_flag) -> None:
+    """Raises ValueError for cases of what doesn't run, and for one GPU where two are compared."""
+    if cases and "speed" not in parts:
+        raise ValueError(f"{typed('cases', ' '.join(cases))}: of the part speed; add it to {typed('parts')}")
+    if gpus < 2 and (wide := [part for part in parts if part not in ONE_WILL_DO]):
+        raise ValueError(f"{typed('gpus', gpus)}: {', '.join(wide)} need 2 or more, else nothing is compared; "
+                         f"give 2, or {typed('parts', ' '.join(ONE_WILL_DO))}")  # fmt: skip
+
+
+def check_gpus(device: str, gpus: int, typed: Typed = as_flag) -> None:
     """Raises ValueError when there are fewer GPUs than processes: they would all start, and each wait for its own."""
     import torch
 
-    if args.device == "cuda" and args.gpus > (seen := torch.cuda.device_count()):
-        raise ValueError(f"--gpus {args.gpus}: torch sees {seen} CUDA GPU(s) here; give no more, or --device cpu")
+    if device == "cuda" and gpus > (seen := torch.cuda.device_count()):
+        raise ValueError(
+            f"{typed('gpus', gpus)}: torch sees {seen} CUDA GPU(s) here; give no more, or {typed('device', 'cpu')}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -234,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=3, help="jobs beside each other (default 3)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="of speed (default all)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="of speed (default all)")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of a collective's buffer (default 2^26)")
     parser.add_argument("--check-seconds", type=float, default=60.0, help="longest time of a check (default 60)")
     parser.add_argument("--seconds", type=float, help="longest time of all; what has not run by then is a failure")
@@ -243,11 +265,13 @@ def main(argv: list[str] | None = None) -> int:
         check_least(args, 1, "gpus", "jobs", "elements", "check_seconds", "seconds")
         if not writable_directory(args.folder):
             raise ValueError(f"{args.folder}: can't write there; give another directory")
-        check_gpus(args)
+        check_parts(args.parts, args.cases, args.gpus)
+        check_gpus(args.device, args.gpus)
     except ValueError as error:
         parser.error(str(error))
     args.recipes = [recipe for recipe in RECIPES if recipe in args.recipes]
     args.parts = [part for part in PARTS if part in args.parts]
+    args.cases = args.cases or list(CASES)
     return Selftest(args).main()
 
 

@@ -13,18 +13,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . examples/lib/run_directory.sh
 run=$(run_directory "tools/selftest_nccl.sh [DIR]" runs/selftest_nccl "${1:-}")
-device=${DEVICE:-cuda}
-gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count() or 2)')}
-flags=(--device "$device" --gpus "$gpus" --jobs "${JOBS:-3}")
-[ -z "${PARTS:-}" ] || { read -ra parts <<< "$PARTS"; flags+=(--parts "${parts[@]}"); }
-[ -z "${RECIPES:-}" ] || { read -ra recipes <<< "$RECIPES"; flags+=(--recipes "${recipes[@]}"); }
-[ -z "${CASES:-}" ] || { read -ra cases <<< "$CASES"; flags+=(--cases "${cases[@]}"); }
-[ -z "${SECONDS_AT_MOST:-}" ] || flags+=(--seconds "$SECONDS_AT_MOST")
-[ -z "${CHECK_SECONDS:-}" ] || flags+=(--check-seconds "$CHECK_SECONDS")
+if [ $# -gt 1 ]; then
+    echo "selftest_nccl: unexpected argument '$2' after $1; what to run is said before the command: PARTS=... bash $0" >&2
+    exit 2
+fi
+flags=$(python tools/selftest_variables.py)
 mkdir -p "$run"
 if [ ! -f "$run/data_text_document.idx" ]; then
     python tools/preprocess_data.py --input examples/data/tinyshakespeare.txt --output-prefix "$run/data" \
         --append-eod --split-text blank-lines --tokenizer-type ByteTokenizer > "$run/log_data.txt"
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-8}"
-exec python tools/selftest_nccl.py "$run" "${flags[@]}"
+# shellcheck disable=SC2086 # flags are words
+exec python tools/selftest_nccl.py "$run" $flags

@@ -12,6 +12,8 @@ from megafp8.config.crossover import with_small_linears
 from megafp8.config.fp8 import DEFAULT_RECIPE
 
 DEFAULT_SPLIT = "969,30,1"
+WHOLE_LAYERS = "full"
+"""What a CUDA graph covers."""
 
 
 def resolve(config: Config, env: Mapping[str, str]) -> Config:
@@ -140,6 +142,12 @@ def _fp8(config: Config) -> Config:
     return config
 
 
+def _graphs(config: Config) -> Config:
+    if config.train.cuda_graph_impl == "none" or config.train.cuda_graph_modules:
+        return config
+    return config.replace(cuda_graph_modules=(WHOLE_LAYERS,))
+
+
 def _batch(config: Config) -> Config:
     if config.train.step_batch_size_schedule is not None:
         config = _batch_steps(config)
@@ -216,6 +224,7 @@ RULES = (
     _fp8,
     _batch,
     with_small_linears,
+    _graphs,
     _recompute,
     _schedule,
     _data,

@@ -97,6 +97,12 @@ def test_recompute(parse):
     assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
 
 
+def test_graphs(parse):
+    assert parse().train.cuda_graph_modules == ()
+    none = "--hidden-dropout 0 --attention-dropout 0"
+    assert parse(f"--cuda-graph-impl local {none}").train.cuda_graph_modules == ("full",)
+
+
 def test_data(parse):
     assert parse().data.split is None
     assert parse("--data-path x", without=("--mock-data",)).data.split == "969,30,1"

@@ -232,7 +232,7 @@ CASES = {
     f"{GRAPHS} --recompute-activations": ["--recompute-granularity selective", "drop it"],
     f"{GRAPHS} --mtp-num-layers 1 --position-embedding-type rope": [
         "--mtp-num-layers 1",
-        "leave --cuda-graph-impl out",
+        "drop it, or leave --cuda-graph-impl out",
     ],
     f"{GRAPHS} --fake-process-group": ["--fake-process-group with --cuda-graph-impl", "leave --cuda-graph-impl out"],
     f"{GRAPHS} {MOE}": ["--num-experts 8", "leave --cuda-graph-impl out"],

@@ -1,6 +1,7 @@
 """tools/bench_monitor.py: which stretches it compares, and that it runs."""
 
 import json
+from pathlib import Path
 
 import bench_monitor
 import pytest
@@ -36,8 +37,24 @@ def test_it_runs_and_gives_a_verdict(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_monitor, "cost", cost)
     monkeypatch.setattr(bench_monitor, "RECIPES", {"tensorwise": bench_monitor.RECIPES["tensorwise"]})
     argv = ["--output", str(tmp_path), "--size", "tiny", "--device", "cpu", "--json", str(tmp_path / "cost.json")]
-    assert bench_monitor.main(argv) == 1
+    assert bench_monitor.main(argv) == 0
     assert len((tmp_path / "tensorwise" / "fp8_monitor.jsonl").read_text().splitlines()) == 12
     assert json.loads((tmp_path / "cost.json").read_text())["tensorwise"]["share"] == share
     said = "tensorwise: 20.0 ms an iteration, a look adds 16.0 ms: every 100th costs 1.25% of the time, NOT below 1%"
-    assert said in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert said in out
+    assert out.endswith("on the CPU no figure counts: it works, which is all that was asked\n")
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.0125, 1), (0.005, 0)])
+def test_on_a_gpu_the_verdict_is_the_exit_code(share, code, tmp_path, monkeypatch):
+    def train(words):
+        directory = Path(words[words.index("--log-dir") + 1])
+        directory.mkdir()
+        (directory / "metrics.jsonl").touch()
+        return 0
+
+    monkeypatch.setattr("pretrain_gpt.main", train)
+    found = {"iteration_ms": 20.0, "look_ms": 16.0, "share": share}
+    monkeypatch.setattr(bench_monitor, "cost", lambda *args: found)
+    assert bench_monitor.main(["--output", str(tmp_path)]) == code

@@ -302,6 +302,25 @@ def test_a_table_of_sizes(tmp_path):
     assert all(row[3] > 0 for row in table["cpu"]["tensorwise"])
 
 
+@pytest.mark.parametrize("text", ["[]", '{"cpu": []}', '{"cpu": {"blockwise": 1}}', "not JSON", None])
+def test_a_file_that_is_no_table_of_sizes_is_left_alone(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_step.bench_crossover, "run", lambda *args: pytest.fail("it measures"))
+    path = tmp_path / "file"
+    path.mkdir() if text is None else path.write_text(text)
+    assert bench_step.main(["--device", "cpu", "--crossover", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"bench_step.py: error: --crossover {path}: ")
+    assert error.endswith("; give another file\n")
+    assert text is None or path.read_text() == text
+
+
+def test_recipes_of_the_table_of_sizes_are_its_own(tmp_path, capsys):
+    argv = ["--device", "cpu", "--crossover", str(tmp_path / "x.json"), "--recipes", "bf16", "blockwise"]
+    assert bench_step.main(argv) == 2
+    told = "--recipes bf16 blockwise with --crossover: it measures blockwise and tensorwise; leave it out\n"
+    assert capsys.readouterr().err == f"bench_step.py: error: {told}"
+
+
 def test_all_runs_go_on_after_a_failure(tmp_path, monkeypatch, capsys):
     seen = []
 

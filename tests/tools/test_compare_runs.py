@@ -210,6 +210,29 @@ def test_wrong_labels_and_budgets_are_one_line(tmp_path, capsys, argv):
     assert capsys.readouterr().err.startswith(f"compare_runs.py: error: {argv[0]} {argv[1]}: ")
 
 
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--labels x x", "--labels x x: x is there twice; give each run a name of its own"),
+        ("--noise a", "--noise a: no run after the base is called 'a'; they are b"),
+        ("--budgets a=1", "--budgets a=1: no run after the base is called 'a'; they are b"),
+        ("--budgets b", "--budgets b: give LABEL=X, such as b=0.005"),
+        ("--noise b --budgets b=1", "--budgets b=1: b is the --noise run, whose gap is allowed; leave one out"),
+    ],
+)
+def test_labels_are_those_of_other_runs(tmp_path, capsys, argv, line):
+    runs = [str(write_run(tmp_path / n, {1: 4.0}, {})) for n in ("a", "b")]
+    assert compare_runs.main([*runs, *argv.split()]) == 2
+    assert capsys.readouterr().err == f"compare_runs.py: error: {line}\n"
+
+
+def test_a_base_alone_has_no_noise(tmp_path, capsys):
+    run = str(write_run(tmp_path / "a", {1: 4.0}, {}))
+    assert compare_runs.main([run, "--noise", "a"]) == 2
+    told = "--noise a: no run after the base is called 'a'; give more runs, the base first\n"
+    assert capsys.readouterr().err == f"compare_runs.py: error: {told}"
+
+
 @pytest.mark.parametrize("budget", ["b=0.5%", "b=0,5", "b=-1"])
 def test_a_budget_is_a_share(tmp_path, capsys, budget):
     runs = [str(write_run(tmp_path / n, {1: 4.0}, {})) for n in ("a", "b")]

@@ -1,5 +1,8 @@
 """tools/plan.py schedule: what it prints, what it draws, what it refuses."""
 
+import shlex
+from pathlib import Path
+
 import plan
 import pytest
 
@@ -66,3 +69,21 @@ def test_memory_takes_the_flags_of_a_training(capsys):
     assert "blockwise, FP8 primary" in out
     assert plan.main(["memory", *flags.split(), *rest.split(), "--exp-avg-dtype", "fp8"]) == 2
     assert "--exp-avg-dtype fp8 needs --use-precision-aware-optimizer" in capsys.readouterr().err
+
+
+SMALL = shlex.split(
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --seq-length 512 --lr 1e-3 --train-iters 5 "
+    "--tokenizer-type ByteTokenizer --mock-data --bf16 --fp8-format e4m3 --global-batch-size 4"
+)
+CLUSTER = str(Path(__file__).parents[2] / "examples/clusters/h100_80gb.toml")
+
+
+@pytest.mark.parametrize("command", ["memory", "forecast", "search"])
+def test_linears_that_stay_in_bf16_are_told(command, capsys):
+    argv = [command, *(() if command == "memory" else ("--cluster", CLUSTER)), "--gpus", "1", *SMALL]
+    argv += () if command == "search" else ("--micro-batch-size", "4")
+    told = "attention.proj stays in BF16: at "
+    assert plan.main(argv) == 0
+    assert sum(line.startswith(told) for line in capsys.readouterr().out.splitlines()) == 1
+    assert plan.main([*argv, "--fp8-small-linears", "fp8"]) == 0
+    assert "stays in BF16" not in capsys.readouterr().out

@@ -30,6 +30,14 @@ def test_an_unknown_run_is_told():
     assert "no run is called 'nothing'" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["flags", "train"])
+def test_a_run_without_a_name_is_told(command):
+    done = subprocess.run(["bash", SCRIPT, command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"regression.sh: {command}: give the name of a run, such as blockwise; they are bf16")
+    assert done.stderr.count("\n") == 1
+
+
 PYTHON = """#!/usr/bin/env bash
 while [ $# -gt 0 ]; do [ "$1" = --log-dir ] && directory=$2; shift; done
 [ "$(basename "$directory")" = blockwise ] || until [ -f "$directory/../blockwise/metrics.jsonl" ]; do sleep 0.02; done

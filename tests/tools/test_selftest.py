@@ -171,6 +171,28 @@ with selftest_worker.limited(0.2, rows, "slow"):
     assert rows == [{"name": "slow", "passed": False, "error": "no end after 0.2 s"}]
 
 
+def test_time_that_is_out_is_told_by_rank_0(tmp_path):
+    """Though the other rank's end would look like a fault of the network to it."""
+    code = f"""
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import selftest_worker
+selftest_worker.GRACE = 1.0
+begin, selftest_worker.os._exit = time.monotonic(), lambda code: print(time.monotonic() - begin, flush=True)
+with selftest_worker.limited(0.2, selftest_worker.Rows(Path({str(tmp_path / "rows.jsonl")!r})), "slow"):
+    time.sleep(1.6)
+"""
+    seconds = {}
+    for rank in "01":
+        script = [sys.executable, "-c", code]
+        done = subprocess.run(script, cwd=ROOT, env=os.environ | {"RANK": rank}, capture_output=True, text=True)
+        seconds[rank] = float(done.stdout)
+        assert "most recent call first" in done.stderr
+    assert seconds["1"] >= 1.2 > seconds["0"]
+    assert (tmp_path / "rows.jsonl").read_text().count("no end after 0.2 s") == 1
+
+
 def test_a_wrong_number_is_seen(tmp_path, monkeypatch):
     runner = selftest_runs.Runner(tmp_path, "cpu", "0")
     expected = [(5.0 - 0.1 * i, 2.0) for i in range(10)]
@@ -308,6 +330,14 @@ def test_two_processes_on_the_cpu(tmp_path):
     [
         (("DIR", "--jobs", "0"), "--jobs 0: give 1 or more"),
         (("DIR", "--gpus", "0"), "--gpus 0: give 1 or more"),
+        (
+            ("DIR", "--gpus", "1", "--parts", "graphs", "collectives"),
+            "--gpus 1: graphs need 2 or more, else nothing is compared; give 2, or --parts collectives",
+        ),
+        (
+            ("DIR", "--parts", "layouts", "--cases", "DP"),
+            "--cases DP: of the part speed; add it to --parts",
+        ),
         (("/dev/null/x",), "/dev/null/x: can't write there; give another directory"),
     ],
 )

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from megafp8.config.config import Config, flag_of
-
-WHOLE_LAYERS = "full"
+from megafp8.config.resolve import WHOLE_LAYERS
 
 
 def cuda_graphs(c: Config) -> str | None:
@@ -30,7 +29,7 @@ RULES: tuple[tuple[str, Callable[[object], bool], str, str], ...] = (
     ("pipeline_model_parallel_size", lambda size: size > 1, "several microbatches are in flight", "use 1"),
     ("fake_process_group", bool, "its few steps run without graphs", ""),
     ("num_experts", lambda count: count is not None, "an expert's number of tokens changes", ""),
-    ("mtp_num_layers", bool, "layers that predict further tokens are not recorded", ""),
+    ("mtp_num_layers", bool, "layers that predict further tokens are not recorded", "drop it"),
     ("reset_attention_mask", bool, "the number of documents changes", "drop it"),
     ("hidden_dropout", bool, _SEED, "use 0"),
     ("attention_dropout", bool, _SEED, "use 0"),
