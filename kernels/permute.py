@@ -39,6 +39,17 @@ def sums_kernel(y, rows, kept, out, K, stride, COUNT: tl.constexpr, COLUMNS: tl.
     tl.store(out + token * K + cols, total.to(out.dtype.element_ty), mask=cols < K)
 
 
+@triton.jit
+def take_kernel(x, index, kept, out, N, stride, BLOCK: tl.constexpr):
+    """out[i] = x[index[i]] of one number a row, zero where the index is negative or the choice is not kept."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + i, mask=i < N, other=-1)
+    there = source >= 0
+    if kept is not None:
+        there = there & (tl.load(kept + i, mask=i < N, other=0) != 0)
+    tl.store(out + i, tl.load(x + source * stride, mask=there, other=0.0), mask=i < N)
+
+
 def supports(x: Tensor) -> bool:
     """Whether the functions take rows `[R, K]` of this tensor; `spread` takes bytes too."""
     known = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
@@ -48,6 +59,8 @@ def supports(x: Tensor) -> bool:
 def spread(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index` (int64 [R]) of `x` [T, K]; zeros where it is negative."""
     out = torch.empty(len(index), x.shape[1], dtype=x.dtype, device=x.device)
+    if x.shape[1] == 1:
+        return _take(x, index, None, out)
     if out.numel():
         source, target = _as_words(x), _as_words(out)
         if source is None or target is None:
@@ -57,6 +70,18 @@ def spread(x: Tensor, index: Tensor) -> Tensor:
             (rows * triton.cdiv(width, _COLUMNS),),
             (source, index, target, width, stride),
             {"COLUMNS": _COLUMNS, "num_warps": 4},
+        ))  # fmt: skip
+    return out
+
+
+def _take(x: Tensor, index: Tensor, kept: Tensor | None, out: Tensor) -> Tensor:
+    """Rows of one number, such as the weights of tokens: many a program."""
+    if out.numel():
+        rows, stride = len(out), x.stride(0)
+        launch(take_kernel, (rows, stride), (x, index, kept, out), lambda: (
+            (triton.cdiv(rows, _COLUMNS),),
+            (x, index, kept, out, rows, stride),
+            {"BLOCK": _COLUMNS, "num_warps": 8},
         ))  # fmt: skip
     return out
 
@@ -71,8 +96,10 @@ def _as_words(x: Tensor) -> Tensor | None:
 def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
     """Sums of rows of `y` [R, K]: `rows` int64 [T, k], contiguous; kept: bool [T, k], None for all. Rounded once."""
     out = torch.empty(len(rows), y.shape[1], dtype=y.dtype, device=y.device)
+    flags = None if kept is None else kept.contiguous().view(torch.uint8)
+    if out.shape[1] == rows.shape[1] == 1:
+        return _take(y, rows, flags, out)
     if out.numel():
-        flags = None if kept is None else kept.contiguous().view(torch.uint8)
         (tokens, count), width, stride = rows.shape, y.shape[1], y.stride(0)
         launch(sums_kernel, (tokens, count, width, stride), (y, rows, flags, out), lambda: (
             (tokens * triton.cdiv(width, _COLUMNS),),

@@ -7,7 +7,7 @@ import torch
 
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
-from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe.permutation import Permutation, permute_weights, spread, sums
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.grouped_linear import GroupedLinear
@@ -140,6 +140,28 @@ def test_nothing_waits_for_the_device(name):
         made(x, Sequences(2, 32), step).backward(grad)
     with no_waiting():
         made(x, Sequences(2, 32), step).backward(grad)
+
+
+@pytest.mark.parametrize("alignment", [1, 32, 128])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 4, 2), (300, 16, 8), (4096, 128, 8), (9000, 500, 3)])
+def test_rows_are_those_of_a_stable_sort(tokens, experts, topk, alignment):
+    """CASES 56; on the device alone."""
+    chosen = torch.rand(tokens, experts).topk(topk).indices
+    chosen[chosen == 1] = 0
+    want, there = Permutation.of(chosen, experts, alignment=alignment), chosen.cuda()
+    Permutation.of(there, experts, alignment=alignment)  # compiles
+    with no_waiting():
+        got = Permutation.of(there, experts, alignment=alignment)
+        parts = [(name, getattr(got, name)) for name in ("choices", "tokens", "rows", "counts", "ends")]
+    for name, part in parts:
+        assert torch.equal(part.cpu(), getattr(want, name)), name
+    weights = torch.randn(tokens, topk).cuda().requires_grad_()
+    rows = permute_weights(weights, got)
+    choices = want.choices
+    picked = torch.where(choices >= 0, weights.detach().cpu().flatten()[choices.clamp(min=0)], 0)
+    assert torch.equal(rows.detach().cpu(), picked)
+    rows.backward(rows.detach())
+    assert torch.equal(weights.grad, weights.detach())
 
 
 @pytest.mark.parametrize("drops", [False, True])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megafp8.kernels import permute, quantize_derive
+from megafp8.kernels import permute, place_rows, quantize_derive
 
 from megafp8.core.moe.permutation import Permutation, spread, sums
 from megafp8.fp8 import get_recipe
@@ -28,6 +28,43 @@ def test_equal_the_plain_functions(dtype, drops):
     with testing.emulated_launches():
         out = permute.sums(y, order.rows, order.kept)
     torch.testing.assert_close(out, sums(y, order.rows, order.kept), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(1, 1, 3), (40, 3, 6), (75, 4, 100)])
+def test_rows_are_those_of_a_stable_sort(tokens, topk, experts, alignment, monkeypatch):
+    """CASES 56; experts without tokens among them, more blocks than are added up at a time."""
+    monkeypatch.setattr(place_rows, "_BLOCK", 64)
+    monkeypatch.setattr(place_rows, "_BLOCKS", 2)
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(topk).indices
+    chosen[chosen == 1] = 0
+    want = Permutation.of(chosen, experts, alignment=alignment)
+    with testing.emulated_launches():
+        got = place_rows.place(chosen, experts, alignment, len(want.choices))
+    for name, right in (
+        ("choices", want.choices),
+        ("tokens", want.tokens),
+        ("rows", want.rows.reshape(-1)),
+        ("room", want.counts),
+        ("ends", want.ends),
+    ):
+        assert torch.equal(getattr(got, name), right), name
+        assert getattr(got, name).dtype == right.dtype
+
+
+@pytest.mark.parametrize("kept", [None, True])
+def test_rows_of_one_number(kept):
+    generator = torch.Generator().manual_seed(0)
+    x, index = torch.randn(50, 1, generator=generator), torch.randint(0, 50, (3000,), generator=generator)
+    flags = None if kept is None else torch.rand(3000, 1, generator=generator) < 0.5
+    x[7] = torch.nan
+    if flags is not None:
+        flags[index == 7] = False
+    with testing.emulated_launches():
+        summed = permute.sums(x, index[:, None], flags)
+        picked = permute.spread(x, torch.where(index % 3 > 0, index, -1))
+    assert torch.equal(summed.nan_to_num(9), sums(x, index[:, None], flags).nan_to_num(9))
+    assert torch.equal(picked.nan_to_num(9), torch.where((index % 3 > 0)[:, None], x[index], 0).nan_to_num(9))
 
 
 @pytest.mark.parametrize("width", [99, 132])
@@ -63,6 +100,10 @@ def test_compiled_for_hopper():
         permute.spread(x, index)
         permute.sums(x, index.view(8, 8), torch.ones(8, 8, dtype=torch.bool))
         permute.sums(x, index.view(8, 8), None)
+    with testing.captured_launches() as others:
+        place_rows.place(torch.zeros(64, 8, dtype=torch.int64), 128, 128, 16768)
+        permute.spread(torch.empty(64, 1), index)
+    assert all(testing.resources(testing.compile_launch(launch)).spills == 0 for launch in others)
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
         assert used.spills == 0

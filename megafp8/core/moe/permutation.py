@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from megafp8.core.moe.routing import count_tokens
 from megafp8.fp8 import backend
 from megafp8.fp8.grouped_rows import RowSpec, take_rows
 from megafp8.fp8.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from megafp8.kernels.place_rows import Placed
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,12 @@ class Permutation:
     ) -> Permutation:
         """experts: int64 [T, k]. drops: choices may be E, dropped. capacity: rows that each expert is filled up to.
         alignment: each expert's rows are filled up to a multiple of it."""
+        filled, most = alignment > 1 and capacity is None, min(num_experts, experts.numel())
+        total = (experts.numel() + most * (alignment - 1)) // alignment * alignment
+        if capacity is None and not drops and (placed := _placed(experts, num_experts, alignment, total)) is not None:
+            order = Permutation(placed.choices, placed.rows.view(experts.shape), placed.room, None, filled)
+            vars(order).update(tokens=placed.tokens, ends=placed.ends)  # what is worked out when it is asked for
+            return order
         choices = experts.reshape(-1).argsort(stable=True)
         rows = torch.empty_like(choices)
         rows[choices] = torch.arange(choices.numel(), device=choices.device)
@@ -58,7 +68,6 @@ class Permutation:
             kept = experts < num_experts
         else:
             room = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
-            total = (choices.numel() + min(num_experts, choices.numel()) * (alignment - 1)) // alignment * alignment
         return _filled_up(experts, rows, counts, kept, room, total)
 
     def cut(self, total: int) -> Permutation:
@@ -80,6 +89,14 @@ class Permutation:
     def ends(self) -> Tensor:
         """int32 [E]: one past each expert's last row."""
         return self.counts.cumsum(0).to(torch.int32)
+
+
+def _placed(experts: Tensor, num_experts: int, alignment: int, total: int) -> Placed | None:
+    """The rows of all choices by the kernels; None where there are none for it."""
+    kernels = backend.place_kernels() if experts.is_cuda and experts.numel() else None
+    if kernels is None or num_experts > kernels.MOST_EXPERTS:
+        return None
+    return kernels.place(experts, num_experts, alignment, total)
 
 
 def _filled_up(
