@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from megafp8.kernels import permute, place_rows, quantize_derive
+from megafp8.kernels import best_experts, permute, place_rows, quantize_derive
 
 from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe.routing import best
 from megafp8.fp8 import get_recipe
 from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack
 from tests.kernels import testing
@@ -50,6 +51,20 @@ def test_rows_are_those_of_a_stable_sort(tokens, topk, experts, alignment, monke
     ):
         assert torch.equal(getattr(got, name), right), name
         assert getattr(got, name).dtype == right.dtype
+
+
+@pytest.mark.parametrize(("experts", "count"), [(6, 6), (16, 2), (100, 8)])
+def test_best_experts_are_those_of_a_stable_sort(experts, count):
+    """Equal scores, zeros of both signs, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 4, (40, experts), generator=generator).float()
+    scores[3] *= 1e-40
+    scores[5, ::2], scores[5, 1::2] = 0.0, -0.0
+    scores[6, 1], scores[6, 3], scores[6, 4] = torch.nan, torch.inf, -torch.inf
+    scores[7] = -torch.inf
+    with testing.emulated_launches():
+        got = best_experts.best(scores, count)
+    assert torch.equal(got, best(scores, count))
 
 
 @pytest.mark.parametrize("kept", [None, True])
@@ -103,6 +118,7 @@ def test_compiled_for_hopper():
     with testing.captured_launches() as others:
         place_rows.place(torch.zeros(64, 8, dtype=torch.int64), 128, 128, 16768)
         permute.spread(torch.empty(64, 1), index)
+        best_experts.best(torch.empty(64, 128), 8)
     assert all(testing.resources(testing.compile_launch(launch)).spills == 0 for launch in others)
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))

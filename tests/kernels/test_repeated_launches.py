@@ -10,6 +10,7 @@ import pytest
 import torch
 from driverless import no_driver
 from megafp8.kernels import (
+    best_experts,
     cross_entropy,
     dequantize,
     gemm,
@@ -22,6 +23,7 @@ from megafp8.kernels import (
     norm_quantize,
     operand_stats,
     permute,
+    place_rows,
     quantize,
     quantize_configs,
     quantize_derive,
@@ -125,6 +127,16 @@ def experts_with_one_scale_each(x):
     )
 
 
+def routing(x):
+    chosen = torch.zeros(64, 4, dtype=torch.int64)
+    return (
+        best_experts.best(x[:, :32].float(), 4),
+        place_rows.place(chosen, 8, 128, 1280),
+        permute.spread(ones(256, 1), torch.arange(256)),
+        permute.sums(ones(256, 1), torch.arange(256)[:, None], torch.ones(256, 1, dtype=torch.bool)),
+    )
+
+
 def stacks(x):
     data, codes = fp8(3, 64, 96), torch.zeros(3, 64, 3, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     return (
@@ -212,6 +224,7 @@ CASES = {
     "experts": experts,
     "experts with one scale each": experts_with_one_scale_each,
     "stacks": stacks,
+    "routing": routing,
     "heads": heads,
     "loss": loss,
     "monitor": monitor,
