@@ -1,4 +1,5 @@
 """The row of each of a token's choices, when rows lie by expert and then by token: a counting sort in three launches.
+And of rows that arrive by sender and expert, when they lie by expert and then by sender: one launch (`arrange_kernel`).
 
 `count_kernel`   how many choices of each block go to each expert; marks all rows as nobody's
 `prefix_kernel`  how many before each block
@@ -19,6 +20,7 @@ from torch import Tensor
 from .launch import launch
 
 MOST_EXPERTS = 512
+_MOST_ARRIVALS = 4096  # numbers of rows, by sender and expert, that a program adds up
 _BLOCK, _CHUNK, _BLOCKS, _COLUMNS = 512, 32, 64, 8
 
 
@@ -120,3 +122,53 @@ def place(experts: Tensor, num_experts: int, alignment: int, total: int) -> Plac
         options,
     ))  # fmt: skip
     return Placed(choices, tokens, rows, room, ends)
+
+
+@triton.jit
+def arrange_kernel(arriving, choices, rows, room_out, ends, senders, experts, alignment, BLOCK: tl.constexpr,
+                   SENDERS: tl.constexpr, EXPERTS: tl.constexpr):  # fmt: skip
+    """The rows of one sender for one expert: where they arrive, and where they go."""
+    expert, sender = tl.program_id(0), tl.program_id(1)
+    e, s = tl.arange(0, EXPERTS), tl.arange(0, SENDERS)
+    inside = (s < senders)[:, None] & (e < experts)[None, :]
+    count = tl.load(arriving + s[:, None] * experts + e[None, :], mask=inside, other=0).to(tl.int32)
+    of_expert = tl.sum(count, axis=0)
+    room = (of_expert + alignment - 1) // alignment * alignment
+    earlier = (s < sender)[:, None]
+    same, here = (s == sender)[:, None], (e == expert)[None, :]
+    first = tl.sum(tl.sum(tl.where(earlier | (same & (e < expert)[None, :]), count, 0), axis=0), axis=0)
+    number = tl.sum(tl.sum(tl.where(same & here, count, 0), axis=0), axis=0)
+    begin = tl.sum(tl.where(e < expert, room, 0), axis=0)
+    target = begin + tl.sum(tl.sum(tl.where(earlier & here, count, 0), axis=0), axis=0)
+    for start in range(0, number, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(rows + first + i, (target + i).to(tl.int64), mask=i < number)
+        tl.store(choices + target + i, (first + i).to(tl.int64), mask=i < number)
+    end = begin + tl.sum(tl.where(e == expert, room, 0), axis=0)
+    if sender == senders - 1:  # what fills the expert up
+        for start in range(target + number, end, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(choices + i, tl.full([BLOCK], -1, tl.int64), mask=i < end)
+        tl.store(ends + expert, end)
+        tl.store(room_out + expert, (end - begin).to(tl.int64))
+
+
+def arranges(arriving: Tensor) -> bool:
+    """Whether `arrange` takes so many senders and experts."""
+    senders, experts = (triton.next_power_of_2(n) for n in arriving.shape)
+    return senders * experts <= _MOST_ARRIVALS
+
+
+def arrange(arriving: Tensor, alignment: int, count: int, total: int) -> Placed:
+    """arriving: int64 [senders, E], contiguous, rows that arrive, by sender and expert; count: all of them. alignment:
+    each expert's rows are filled up to a multiple of it; total: all rows then. Here a row is its own choice and token."""
+    (senders, experts), device = arriving.shape, arriving.device
+    choices, rows, room = (torch.empty(n, dtype=torch.int64, device=device) for n in (total, count, experts))
+    ends = torch.empty(experts, dtype=torch.int32, device=device)
+    widths = {"SENDERS": triton.next_power_of_2(senders), "EXPERTS": triton.next_power_of_2(experts)}
+    launch(arrange_kernel, (senders, experts, alignment), (arriving, choices, rows, room, ends), lambda: (
+        (experts, senders),
+        (arriving, choices, rows, room, ends, senders, experts, alignment),
+        {"BLOCK": _BLOCK, **widths, "num_warps": 4},
+    ))  # fmt: skip
+    return Placed(choices, choices, rows, room, ends)

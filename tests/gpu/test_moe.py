@@ -174,7 +174,7 @@ def test_rows_copied_and_summed_by_index(dtype, drops):
     results = []
     for device in ("cpu", "cuda"):
         order = Permutation.of(experts.to(device), 16, drops=drops, alignment=128)
-        rows = spread(x.to(device), order.tokens, order.empty)
+        rows = spread(x.to(device), order.tokens, order.filled)
         holes = torch.where((order.choices < 0)[:, None], torch.nan, rows)
         results.append((rows.cpu(), sums(holes, order.rows, order.kept).cpu()))
     (rows, total), (same_rows, near) = results

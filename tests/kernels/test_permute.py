@@ -24,7 +24,7 @@ def test_equal_the_plain_functions(dtype, drops):
     x = torch.randn(5, 304, generator=generator).to(dtype)
     with testing.emulated_launches():
         rows = permute.spread(x, order.tokens)
-    assert torch.equal(rows, spread(x, order.tokens, order.empty))
+    assert torch.equal(rows, spread(x, order.tokens, order.filled))
     y = torch.where((order.choices < 0)[:, None], torch.nan, rows * 3)
     with testing.emulated_launches():
         out = permute.sums(y, order.rows, order.kept)
