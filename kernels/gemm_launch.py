@@ -177,7 +177,7 @@ older: dict[tuple, Repeat] = {}
 def repeated(problem: Problem, backend: str | None = None) -> bool:
     """Runs a problem if one of its kind has been run, and so checked, before; False: it has not."""
     key = _facts(problem, backend)
-    repeat = recall(key, repeats, older)
+    repeat = repeats.get(key) or recall(key, repeats, older)
     if repeat is not None:
         repeat(problem, key[0])
     return repeat is not None

@@ -128,7 +128,7 @@ def place(experts: Tensor, num_experts: int, alignment: int, total: int) -> Plac
 def arrange_kernel(arriving, choices, rows, room_out, ends, senders, experts, alignment, BLOCK: tl.constexpr,
                    SENDERS: tl.constexpr, EXPERTS: tl.constexpr):  # fmt: skip
     """The rows of one sender for one expert: where they arrive, and where they go."""
-    expert, sender = tl.program_id(0), tl.program_id(1)
+    expert, sender = tl.program_id(0) % experts, tl.program_id(0) // experts
     e, s = tl.arange(0, EXPERTS), tl.arange(0, SENDERS)
     inside = (s < senders)[:, None] & (e < experts)[None, :]
     count = tl.load(arriving + s[:, None] * experts + e[None, :], mask=inside, other=0).to(tl.int32)
@@ -167,7 +167,7 @@ def arrange(arriving: Tensor, alignment: int, count: int, total: int) -> Placed:
     ends = torch.empty(experts, dtype=torch.int32, device=device)
     widths = {"SENDERS": triton.next_power_of_2(senders), "EXPERTS": triton.next_power_of_2(experts)}
     launch(arrange_kernel, (senders, experts, alignment), (arriving, choices, rows, room, ends), lambda: (
-        (experts, senders),
+        (experts * senders,),
         (arriving, choices, rows, room, ends, senders, experts, alignment),
         {"BLOCK": _BLOCK, **widths, "num_warps": 4},
     ))  # fmt: skip

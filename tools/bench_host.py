@@ -242,6 +242,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layouts", nargs="+", choices=host_ranks.LAYOUTS, default=(),
                         help="a rank of several, with launches, instead of a layer that has all for itself")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=9, help="rounds of 20 microbatches (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=60, help="microbatches before, of a layout (default: %(default)s)")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print what is called most often")
     parser.add_argument("--output", type=Path, help="JSON file: recipe (and layout) -> {ms, calls, ...}")
     return parser
@@ -254,6 +255,8 @@ def of_rank(recipe: str, layout: str, args: argparse.Namespace) -> dict[str, flo
         run = runs(layer)
         launched = host_ranks.launched_by(run, meter, products)
         with no_driver(notes=False):
+            for _ in range(args.warmup):  # until most numbers of experts' rows have been met
+                run()
             calls = calls_of(run)
             record = {"ms": milliseconds(run, args.repeats), "calls": calls.total()} | launched.totals()
     text = "{:12}{:12}{ms:8.3f} ms of the host in{calls:6} calls; launches{operations:4} operations,{kernels:4} kernels,"

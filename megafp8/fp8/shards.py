@@ -122,7 +122,7 @@ def post_gather(x: Operand, axis: Axis) -> Callable[[], Operand]:
         pending.wait()
         parts.clear()  # until now they had to be there
         whole = _side_by_side(data, axis.size) if x.orientation == "colwise" else data
-        return replace(x, data=whole, scale_inv=_whole_scales(x, scales, axis))
+        return _like(x, whole, _whole_scales(x, scales, axis))
 
     return wait
 
@@ -136,7 +136,8 @@ def _post_rows(x: Operand, axis: Axis) -> Callable[[], Operand]:
         pending.wait()
         if isinstance(x, Tensor):
             return gathered
-        return replace(x, data=_side_by_side(gathered, axis.size) if x.orientation == "colwise" else gathered)
+        data = _side_by_side(gathered, axis.size) if x.orientation == "colwise" else gathered
+        return _like(x, data, x.scale_inv)
 
     return wait
 
@@ -157,7 +158,7 @@ def post_gather_pieces(x: Operand, pieces: list[slice], axis: Axis) -> Iterator[
         first.wait()
         parts.clear()
         scales.extend(cut_scales(_whole_scales(x, gathered, axis), x, pieces, axis.size))
-        return replace(x, data=data, scale_inv=scales[0])
+        return _like(x, data, scales[0])
 
     yield wait_first
     for number, piece in enumerate(pieces[1:], 1):
@@ -165,7 +166,7 @@ def post_gather_pieces(x: Operand, pieces: list[slice], axis: Axis) -> Iterator[
 
         def wait(out: Tensor = out, pending: Pending = pending, number: int = number) -> QuantizedStorage:
             pending.wait()
-            return replace(x, data=out, scale_inv=scales[number])
+            return _like(x, out, scales[number])
 
         yield wait
 
@@ -183,7 +184,7 @@ def cut_rows(x: Operand, pieces: list[slice], ranks: int) -> list[Operand]:
     if x.tile.kind == "tensor":
         return [replace(x, data=part) for part in data]
     scales = cut_scales(x.scale_inv, x, pieces, ranks)
-    return [replace(x, data=part, scale_inv=scale) for part, scale in zip(data, scales, strict=True)]
+    return [_like(x, part, scale) for part, scale in zip(data, scales, strict=True)]
 
 
 def cut_scales(scale_inv: Tensor, x: QuantizedStorage, pieces: list[slice], ranks: int) -> list[Tensor]:
@@ -225,6 +226,11 @@ def take(x: Operand, piece: slice, ranks: int) -> Operand:
 def take_bytes(x: Tensor, piece: slice, ranks: int) -> Tensor:
     """`take` of FP8 or scales; few operators know 8-bit floats."""
     return take(_bytes(x), piece, ranks).contiguous().view(x.dtype)
+
+
+def _like(x: QuantizedStorage, data: Tensor, scale_inv: Tensor) -> QuantizedStorage:
+    """`dataclasses.replace`, which takes the host far longer."""
+    return QuantizedStorage(data, scale_inv, x.tile, x.scale, x.orientation)
 
 
 def rows_of(x: Operand) -> int:
