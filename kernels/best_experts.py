@@ -1,4 +1,4 @@
-"""The numbers of each row's largest scores, best first; of equal ones the lowest number: `core/moe/routing.py`'s `best`.
+"""The numbers of each row's largest scores, best first, of equal ones the lowest: `core/moe/routing.py`'s `best`.
 
 Scores become integers in the same order, NaN above all, with the number behind them: so one maximum finds both.
 """

@@ -58,7 +58,8 @@ def supports(x: Tensor) -> bool:
 
 
 def spread(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows `index` (int64 [R]) of `x` [T, K]; zeros where it is negative. out: receives them, its rows may lie apart."""
+    """Rows `index` (int64 [R]) of `x` [T, K]; zeros where it is negative. out: receives them; its rows may lie
+    apart."""
     rows = len(index)
     out = torch.empty(rows, x.shape[1], dtype=x.dtype, device=x.device) if out is None else out
     if x.shape[1] == 1:

@@ -95,8 +95,8 @@ def place_kernel(experts, before, counts, choices, tokens, rows, room_out, ends,
 
 
 def place(experts: Tensor, num_experts: int, alignment: int, total: int) -> Placed:
-    """experts: int64 [T, k], of each choice, all below num_experts (at most MOST_EXPERTS). alignment: each expert's rows
-    are filled up to a multiple of it; total: rows in all, as many as that can need."""
+    """experts: int64 [T, k], of each choice, all below num_experts (at most MOST_EXPERTS). alignment: each expert's
+    rows are filled up to a multiple of it; total: rows in all, as many as that can need."""
     N, device = experts.numel(), experts.device
     choices, tokens = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(2))
     rows, room = (torch.empty(n, dtype=torch.int64, device=device) for n in (N, num_experts))
@@ -161,7 +161,8 @@ def arranges(arriving: Tensor) -> bool:
 
 def arrange(arriving: Tensor, alignment: int, count: int, total: int) -> Placed:
     """arriving: int64 [senders, E], contiguous, rows that arrive, by sender and expert; count: all of them. alignment:
-    each expert's rows are filled up to a multiple of it; total: all rows then. Here a row is its own choice and token."""
+    each expert's rows are filled up to a multiple of it; total: all rows then. Here a row is its own choice, and its
+    own token."""
     (senders, experts), device = arriving.shape, arriving.device
     choices, rows, room = (torch.empty(n, dtype=torch.int64, device=device) for n in (total, count, experts))
     ends = torch.empty(experts, dtype=torch.int32, device=device)

@@ -94,11 +94,14 @@ class LoneAxis(Axis):
             self.count("sum", x)
         return DONE
 
-    def post_gathers_into(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
+    def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+        if self.size == 1:
+            return list(parts), DONE
         self.count("gather", *parts)
+        outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
         for out, x in zip(outs, parts, strict=True):
             self._repeat_in(out, x)
-        return DONE
+        return outs, DONE
 
     def post_gather_into(self, out: Tensor, x: Tensor) -> Pending:
         if self.size > 1:

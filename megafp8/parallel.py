@@ -66,7 +66,7 @@ class Axis:
         assert 0 <= self.rank < self.size, self
 
     def count(self, kind: str, *parts: Tensor) -> None:
-        """Notes a message that this rank takes part in with these tensors."""
+        """Notes a message that this rank takes part in."""
         if self.meter is not None:
             self.meter.add(kind, self.name, *parts)
 
@@ -179,16 +179,14 @@ class Axis:
         return _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
 
     def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
-        """`post_gather` of several tensors as one message, which costs the host little more than one tensor's. The
-        caller keeps `parts` until it has waited."""
+        """`post_gather` of several tensors as one message. The caller keeps `parts` until it has waited."""
         if self.size == 1:
             return list(parts), DONE
-        outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
-        return outs, self.post_gathers_into(outs, parts)
-
-    def post_gathers_into(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending:
         self.count("gather", *parts)
-        return _posted(_gather_together(self.group, [_raw(x) for x in outs], [_raw(x) for x in parts]))
+        outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
+        raw = ([x.view(torch.uint8) for x in side] for side in (outs, parts))  # what travels together has one dtype
+        # As PyTorch's coalescing manager does; on NCCL a group of all-gathers in one launch, with one work.
+        return outs, _posted(self.group.allgather_into_tensor_coalesced(*raw))
 
     def post_scatter_sum(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Starts `scatter_sum`: the result may be read after `wait()`, and `x` must not change before."""
@@ -209,22 +207,12 @@ class Axis:
         return _posted(collective(out, x, op=ReduceOp.SUM, group=self.group, async_op=True))
 
 
-def _gather_together(group: ProcessGroup, outs: list[Tensor], parts: list[Tensor]) -> Work:
-    """What PyTorch's coalescing manager calls for several all-gathers: on NCCL one group of them, in one launch."""
-    return group.allgather_into_tensor_coalesced(outs, parts)
-
-
 def _posted(work: Work | None) -> Pending:
     return DONE if work is None else work
 
 
 def _check_reducible(x: Tensor) -> None:
     assert x.dtype not in _UNREDUCIBLE, f"{x.dtype} is bytes of FP8: gather it, never reduce it"
-
-
-def _raw(x: Tensor) -> Tensor:
-    """Any contiguous tensor as bytes: what travels together is of one dtype."""
-    return x.view(torch.uint8) if x.dim() else x.view(1).view(torch.uint8)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

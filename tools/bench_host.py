@@ -239,10 +239,10 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--launches", action="store_true", help="with what launching Triton's kernels takes")
-    parser.add_argument("--layouts", nargs="+", choices=host_ranks.LAYOUTS, default=(),
-                        help="a rank of several, with launches, instead of a layer that has all for itself")  # fmt: skip
+    help_layouts = "ranks of these layouts, with launches, instead of a layer that has all for itself"
+    parser.add_argument("--layouts", nargs="+", choices=host_ranks.LAYOUTS, default=(), help=help_layouts)
     parser.add_argument("--repeats", type=int, default=9, help="rounds of 20 microbatches (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=60, help="microbatches before, of a layout (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=60, help="microbatches of a layout before (default: %(default)s)")
     parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print what is called most often")
     parser.add_argument("--output", type=Path, help="JSON file: recipe (and layout) -> {ms, calls, ...}")
     return parser
@@ -251,7 +251,11 @@ def arguments() -> argparse.ArgumentParser:
 def of_rank(recipe: str, layout: str, args: argparse.Namespace) -> dict[str, float]:
     """The record of one rank of a layout."""
     products: Counter[str] = Counter()
-    with no_kernels(launches=True), host_ranks.pretending(products), host_ranks.rank_of(recipe, layout) as (layer, meter):
+    with (
+        no_kernels(launches=True),
+        host_ranks.pretending(products),
+        host_ranks.rank_of(recipe, layout) as (layer, meter),
+    ):
         run = runs(layer)
         launched = host_ranks.launched_by(run, meter, products)
         with no_driver(notes=False):
@@ -259,7 +263,9 @@ def of_rank(recipe: str, layout: str, args: argparse.Namespace) -> dict[str, flo
                 run()
             calls = calls_of(run)
             record = {"ms": milliseconds(run, args.repeats), "calls": calls.total()} | launched.totals()
-    text = "{:12}{:12}{ms:8.3f} ms of the host in{calls:6} calls; launches{operations:4} operations,{kernels:4} kernels,"
+    text = (
+        "{:12}{:12}{ms:8.3f} ms of the host in{calls:6} calls; launches{operations:4} operations,{kernels:4} kernels,"
+    )
     text += "{products:3} products,{collectives:3} collectives"
     print(text.format(layout, recipe, **record), flush=True)
     for counts in (calls, *vars(launched).values()):

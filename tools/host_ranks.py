@@ -22,19 +22,21 @@ from unittest import mock
 import bench_layer_memory
 import torch
 from driverless import no_driver
+from megafp8.kernels import best_experts, place_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megafp8 import lone
 from megafp8.fp8 import backend, grouped_matmul
 from megafp8.lone import lone_parallel
-from megafp8.kernels import best_experts, place_rows
 from megafp8.meter import Meter
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TOKENS, NUM_EXPERTS = 128, 128
 """Of a layer with experts: few tokens, since a CPU sorts slowly."""
-EXPERTS = f"--num-experts {NUM_EXPERTS} --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall"
+EXPERTS = (
+    f"--num-experts {NUM_EXPERTS} --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall"
+)
 LAYOUTS = {
     "alone": "",
     "tp2": TP2,
@@ -120,8 +122,9 @@ class _Products:
                 return original(*args, out=out)
             self.found[original.__name__] += 1
             shape = args[-2].shape[0], args[-1].shape[1]
-            if shape == (TOKENS, NUM_EXPERTS):  # no two microbatches choose alike
-                return torch.randn(shape)
+            if shape == (TOKENS, NUM_EXPERTS):  # a router's: no two microbatches choose alike
+                with _disable_current_modes():
+                    return torch.randn(shape)
             return torch.empty(shape, dtype=out_dtype) if out is None else out
 
         return run
@@ -231,7 +234,9 @@ def rank_of(recipe: str, layout: str) -> Iterator[tuple[bench_layer_memory.Layer
     model, length = ("tiny", TOKENS) if "--num-experts" in LAYOUTS[layout] else ("small", 1024)
     argv = ["--model", model, "--seq-length", str(length), "--micro-batch-size", "1", "--device", "cpu"]
     argv += [f"--flags={LAYOUTS[layout]}"]
-    config = bench_layer_memory.config_of(bench_layer_memory.arguments().parse_args(argv), recipe, 2 if "2" in layout else 1)
+    config = bench_layer_memory.config_of(
+        bench_layer_memory.arguments().parse_args(argv), recipe, 2 if "2" in layout else 1
+    )
     meter = Meter()
     with lone_parallel(config, meter=meter) as parallel:
         yield bench_layer_memory.Layer(config, torch.device("cpu"), parallel), meter

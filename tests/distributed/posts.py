@@ -45,7 +45,7 @@ class Notes:
         for name, what in (("max_", "max"), ("post_sum_", "sum"), ("post_gather_into", "gather"),
                            ("post_scatter_sum_into", "scatter_sum")):  # fmt: skip
             self._patch(stack, Axis, name, lambda original, what=what: self._collective(original, what))
-        self._patch(stack, Axis, "post_gathers_into", self._gathers)
+        self._patch(stack, Axis, "post_gathers", self._gathers)
         self._patch(stack, Axis, "post_deal", self._deal)
         self._patch(stack, Axis, "swap", self._swap)
         self._patch(stack, Axis, "post_shift", self._shift)
@@ -80,9 +80,12 @@ class Notes:
         return call
 
     def _gathers(self, original):
-        def call(axis, outs, parts):
+        def call(axis, parts):
+            if axis.size == 1:
+                return original(axis, parts)
             number = self._post(axis.group, Side("gather", None, tuple(_like(x) for x in parts)))
-            return _Noted(original(axis, outs, parts), self.trace, number)
+            outs, pending = original(axis, parts)
+            return outs, _Noted(pending, self.trace, number)
 
         return call
 

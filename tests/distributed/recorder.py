@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megafp8 import parallel
+from megafp8.parallel import Axis
 
 # name of the function -> kind, place of the tensor that this rank contributes
 COLLECTIVES = {
@@ -80,12 +80,13 @@ def _wrapped(function, kind: str, place: int | None, log: Log):
 
 
 def _together(function, log: Log):
-    def call(group, outs, parts):
+    def call(axis, parts):
         size = sum(part.nbytes for part in parts)
-        log.messages.append(Message("gather", torch.uint8, (), size, group.size()))
+        log.messages.append(Message("gather", torch.uint8, (), size, axis.size))
         label = f"gather {log.count('gather') - 1}"
         log.events.append(f"post {label}")
-        return _Work(function(group, outs, parts), log, label)
+        outs, work = function(axis, parts)
+        return outs, _Work(work, log, label)
 
     return call
 
@@ -98,6 +99,5 @@ def record() -> Iterator[Log]:
             if hasattr(dist, name):
                 function = getattr(dist, name)
                 stack.enter_context(mock.patch.object(dist, name, _wrapped(function, kind, place, log)))
-        together = _together(parallel._gather_together, log)
-        stack.enter_context(mock.patch.object(parallel, "_gather_together", together))
+        stack.enter_context(mock.patch.object(Axis, "post_gathers", _together(Axis.post_gathers, log)))
         yield log

@@ -97,7 +97,11 @@ def test_rows_that_arrive_are_those_of_a_stable_sort(senders, experts, alignment
 def test_rows_that_lie_apart(dtype):
     """Rows and a number behind each, which travel together: nothing else is written."""
     generator = torch.Generator().manual_seed(0)
-    x, numbers, index = torch.randn(9, 40, generator=generator).to(dtype), torch.randn(9, 1), torch.tensor([3, -1, 0, 8])
+    x, numbers, index = (
+        torch.randn(9, 40, generator=generator).to(dtype),
+        torch.randn(9, 1),
+        torch.tensor([3, -1, 0, 8]),
+    )
     for run in ("spread", "sums"):
         index = index if run == "spread" else index.abs()
         made = []
