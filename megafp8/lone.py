@@ -95,8 +95,6 @@ class LoneAxis(Axis):
         return DONE
 
     def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
-        if self.size == 1:
-            return list(parts), DONE
         self.count("gather", *parts)
         outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
         for out, x in zip(outs, parts, strict=True):

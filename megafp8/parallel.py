@@ -40,8 +40,7 @@ class Pending(Protocol):
 
 
 class _Done:
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
 
 DONE: Pending = _Done()
@@ -124,8 +123,7 @@ class Axis:
         self.count("deal", x)
         out = x.new_empty(sum(received), *x.shape[1:])
         raw = [t.view(torch.uint8) if t.dim() > 1 else t for t in (out, x)]
-        work = dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True)
-        return out, _posted(work)
+        return out, _posted(dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True))
 
     def swap(self, peer: int, x: Tensor) -> Tensor:
         """What rank `peer` of the axis gives for `x`, of the same shape and dtype; it must swap with this one."""
@@ -179,9 +177,7 @@ class Axis:
         return _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
 
     def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
-        """`post_gather` of several tensors as one message. The caller keeps `parts` until it has waited."""
-        if self.size == 1:
-            return list(parts), DONE
+        """`post_gather` of several tensors as one message, on more than one rank; they are kept until it is there."""
         self.count("gather", *parts)
         outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
         raw = ([x.view(torch.uint8) for x in side] for side in (outs, parts))  # what travels together has one dtype

@@ -164,19 +164,27 @@ class CommPlan:
 
     def _summed(self, parts: Iterator[Operand], pieces: list[slice], multiply: Callable[[Operand], Tensor]) -> Tensor:
         """The sum over the ranks of the products of pieces; scattered ones arrive where they belong."""
-        out, posted, products = None, [], []
+        out, waits, products = None, [], []
         for part, piece in zip(parts, pieces, strict=True):
             product = multiply(part)
-            products.append(product)  # not to be freed before it has left
             if not self.sequence_parallel:
-                posted.append(self.axis.post_sum_(product))
+                waits.append(self._post_sum(product))
                 continue
+            products.append(product)  # not to be freed before it has left
             if out is None:
                 out = product.new_empty(pieces[-1].stop, *product.shape[1:])
-            posted.append(self.axis.post_scatter_sum_into(out[piece], product))
-        for pending in posted:
+            waits.append(self.axis.post_scatter_sum_into(out[piece], product).wait)
+        sums = [wait() for wait in waits]
+        return out if self.sequence_parallel else _joined(sums, 1)
+
+    def _post_sum(self, y: Tensor) -> Callable[[], Tensor]:
+        pending = self.axis.post_sum_(y)
+
+        def wait() -> Tensor:
             pending.wait()
-        return out if self.sequence_parallel else _joined(products, 1)
+            return y
+
+        return wait
 
 
 ALONE = CommPlan()

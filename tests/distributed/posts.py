@@ -81,8 +81,6 @@ class Notes:
 
     def _gathers(self, original):
         def call(axis, parts):
-            if axis.size == 1:
-                return original(axis, parts)
             number = self._post(axis.group, Side("gather", None, tuple(_like(x) for x in parts)))
             outs, pending = original(axis, parts)
             return outs, _Noted(pending, self.trace, number)

@@ -7,7 +7,7 @@ import torch
 
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.capacity import drop
-from megafp8.core.moe.logits import Logits
+from megafp8.core.moe.logits import Logits, three_parts
 from megafp8.core.moe.permutation import Permutation, combine, permute
 from megafp8.core.moe.router import Router
 from megafp8.core.moe.routing import RoutingRule, best, choose, sinkhorn
@@ -49,6 +49,12 @@ def test_best_are_those_of_a_stable_sort(experts, count):
     wide = torch.full((3000, experts + 3), torch.nan, device="cuda")
     wide[:, :experts] = scores.cuda()
     assert torch.equal(best(wide[:, :experts], count).cpu(), best(scores, count))
+
+
+def test_parts_of_numbers_are_the_cpus():
+    x = torch.randn(1000, 128) * torch.logspace(-30, 30, 128)
+    assert torch.equal(three_parts(x.cuda()).cpu(), three_parts(x))
+    assert torch.equal(three_parts(x.cuda().t()).cpu(), three_parts(x.t()))
 
 
 @pytest.mark.parametrize("by_position", [False, True])

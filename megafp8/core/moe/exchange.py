@@ -8,6 +8,8 @@ Ranks of the axis hold the experts in turn; with expert tensor parallelism each 
 hold a part of it, whose outputs are parts of a sum. So a token's k choices are k * ETP rows to the sender, and the sum
 over them, in FP32, is the whole output.
 
+A token's weight for an expert, FP32, travels at the end of its row, and so do their gradients: one message for both.
+
 What autograd carries from send to receive is a placeholder of the arriving rows' shape, without memory: their bytes
 travel beside it, in `Exchange`, which one forward and its backward share.
 """
