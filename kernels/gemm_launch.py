@@ -28,7 +28,7 @@ from .gemm_hopper_problem import (
     GROUPED_M,
     TENSORWISE,
 )
-from .launch import MOST, launch_first, start
+from .launch import keep, launch_first, recall, start
 
 BLOCK = 128
 _OPERAND = gl.NVMMASharedLayout(128, 8, 2)
@@ -171,12 +171,13 @@ class Repeat(NamedTuple):
 
 
 repeats: dict[tuple, Repeat] = {}
+older: dict[tuple, Repeat] = {}
 
 
 def repeated(problem: Problem, backend: str | None = None) -> bool:
     """Runs a problem if one of its kind has been run, and so checked, before; False: it has not."""
     key = _facts(problem, backend)
-    repeat = repeats.get(key)
+    repeat = repeats.get(key) or recall(key, repeats, older)
     if repeat is not None:
         repeat(problem, key[0])
     return repeat is not None
@@ -193,9 +194,7 @@ def launch(problem: Problem, backend: str | None = None) -> None:
         backend = "gluon" if _is_hopper(index) else "tl"
     repeat = {"gluon": _launch_gluon, "tl": _launch_tl}[backend](whole, index)
     if repeat is not None and whole is problem:
-        if len(repeats) >= MOST:  # sizes that never repeat, such as experts' rows
-            repeats.clear()
-        repeats[key] = repeat
+        keep(key, repeat, repeats, older)
 
 
 def _facts(p: Problem, backend: str | None) -> tuple:

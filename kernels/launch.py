@@ -21,7 +21,8 @@ from triton.runtime import driver
 Work = Callable[[], tuple[tuple[int, ...], tuple, dict[str, Any]]]
 
 MOST = 4096
-"""Launches remembered; where sizes never repeat, such as experts' rows, all are forgotten at that number."""
+"""Launches remembered. Where sizes never repeat, such as experts' rows, those are forgotten that were not asked for
+while so many others were."""
 
 
 class Known(NamedTuple):
@@ -36,14 +37,42 @@ class Known(NamedTuple):
 
 known: dict[tuple, Known] = {}
 """By (kernel, device, facts, dtypes and alignments of the tensors)."""
+older: dict[tuple, Known] = {}
+"""What was known when `MOST` were, and has not been asked for since."""
 
 
-def launch(kernel: Any, facts: Hashable, tensors: tuple[Tensor | None, ...], work_out: Work) -> None:
+def recall(key: tuple, known: dict[tuple, Any], older: dict[tuple, Any]) -> Any | None:
+    """What was kept under a key, if it has not been forgotten."""
+    found = known.get(key)
+    if found is None and (found := older.pop(key, None)) is not None:
+        keep(key, found, known, older)
+    return found
+
+
+def keep(key: tuple, value: Any, known: dict[tuple, Any], older: dict[tuple, Any]) -> None:
+    if len(known) >= MOST:
+        older.clear()
+        older.update(known)
+        known.clear()
+    known[key] = value
+
+
+def launch(
+    kernel: Any,
+    facts: Hashable,
+    tensors: tuple[Tensor | None, ...],
+    work_out: Work,
+    *,
+    grid: tuple[int, int, int] | None = None,
+    numbers: tuple[tuple[int, int], ...] = (),
+) -> None:
     """Launches a jitted kernel.
 
     tensors: its pointers, in the order of its arguments; None: absent, which the first never is. work_out: gives (grid,
     all arguments but named ones, named ones), tensors among them as in `tensors` (bytes may be viewed as another
     dtype). facts: whatever these follow from besides the tensors' dtypes, and which of them there are.
+    grid, numbers: the grid, and (place, value) of arguments, that differ from launch to launch of the same facts: of
+    rows whose number depends on the tokens. Triton compiles for what `_kind` tells of a number.
     """
     addresses, kinds = [], []
     for x in tensors:
@@ -54,15 +83,20 @@ def launch(kernel: Any, facts: Hashable, tensors: tuple[Tensor | None, ...], wor
             addresses.append(address)
             kinds += x.dtype, address & 15  # Triton tells 16-byte alignment apart
     device = tensors[0].get_device()
+    for _, number in numbers:
+        kinds.append(_kind(number))
     key = id(kernel), device, facts, *kinds
-    found = known.get(key)
+    found = known.get(key) or recall(key, known, older)
     if found is not None:
         arguments = found.arguments.copy()
         for place, address in zip(found.places, addresses, strict=True):
             arguments[place] = address
-        start(found.compiled, found.grid, device, arguments)
+        for place, number in numbers:
+            arguments[place] = number
+        start(found.compiled, found.grid if grid is None else grid, device, arguments)
         return
     grid, arguments, named = work_out()
+    assert all(arguments[place] == number for place, number in numbers), kernel.__name__
     places = tuple(place for place, value in enumerate(arguments) if isinstance(value, Tensor))
     assert [arguments[place].data_ptr() for place in places] == addresses, f"{kernel.__name__}: not in order"
     compiled = launch_first(kernel, grid, arguments, named)
@@ -87,10 +121,14 @@ def _unseen() -> Callable[..., CompiledKernel | None]:
     return torch.compiler.disable(_run)
 
 
+def _kind(number: int) -> tuple[bool, bool, bool]:
+    """What Triton tells integers apart by: 1 is a constant of the kernel, multiples of 16 are known as such, and those
+    past 32 bits are wide."""
+    return number == 1, number % 16 == 0, number < 2**31
+
+
 def remember(key: tuple, launch: Known) -> None:
-    if len(known) >= MOST:
-        known.clear()
-    known[key] = launch
+    keep(key, launch, known, older)
 
 
 def start(compiled: CompiledKernel, grid: tuple[int, int, int], device: int, arguments: list) -> None:

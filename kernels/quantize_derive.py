@@ -214,7 +214,8 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
         config = chosen("grouped columns" if not rowwise else "grouped derived" if derived else "grouped")
     row_tiles = N // config.block_m + experts if experts else -(-N // config.block_m)
     if N and K:
-        facts = (spec, config, M, N, K, experts, alignment, derived and colwise, x.stride(),
+        even = not experts and index is None and config.even(N, K)
+        facts = (spec, config, N, K, experts, alignment, derived and colwise, even, x.stride(),
                  stored and x_scale.stride(), scale_ld(row), scale_ld(col))
         tensors = x, x_scale, *(row or (None, None)), *(col or (None, None)), offsets, index
         launch(grouped_kernel, facts, tensors, lambda: (
@@ -223,9 +224,9 @@ def quantize_grouped(x: Tensor | Stored, offsets: Tensor | None, spec: Spec, row
              M, N, K, *x.stride(), *(x_scale.stride() if stored else (0, 0)), scale_ld(row), scale_ld(col),
              tile_epsilon(spec)),
             {"EXPERTS": triton.next_power_of_2(max(experts, 1)), "ALIGNMENT": alignment, "DERIVED": derived and colwise,
-             "EVEN": not experts and index is None and config.even(N, K), "PART": config.rows, **spec_arguments(spec),
+             "EVEN": even, "PART": config.rows, **spec_arguments(spec),
              **config.options()},
-        ))  # fmt: skip
+        ), numbers=((9, M),))  # fmt: skip
         if stored and row and index is not None and tile_epsilon(spec):
             _fill_scales(row[1], spec, (index < 0) | (index >= M))
     return row, col

@@ -105,11 +105,12 @@ def row_amaxes(x: Tensor) -> Tensor:
     out = torch.empty(M, dtype=torch.float32, device=x.device)
     if M and K:
         config = chosen("row amax")
-        launch(row_amax_kernel, (config, M, K, x.stride()), (x, out), lambda: (
-            (-(-M // config.block_m),),
+        grid, even = (-(-M // config.block_m), 1, 1), config.even(M, K)
+        launch(row_amax_kernel, (config, even, K, x.stride()), (x, out), lambda: (
+            grid,
             (x, out, M, K, *x.stride()),
-            {"EVEN": config.even(M, K), **config.options()},
-        ))  # fmt: skip
+            {"EVEN": even, **config.options()},
+        ), grid=grid, numbers=((2, M),))  # fmt: skip
     return out if K else out.zero_()
 
 
@@ -121,11 +122,11 @@ def expert_amaxes(rows: Tensor, ends: Tensor, index: Tensor | None = None, out: 
     out = torch.empty(ends.numel(), dtype=torch.float32, device=ends.device) if out is None else out
     if out.numel():
         experts, count = out.numel(), rows.numel()
-        launch(expert_amax_kernel, (experts, count), (rows, index, ends, out), lambda: (
+        launch(expert_amax_kernel, experts, (rows, index, ends, out), lambda: (
             (experts,),
             (rows, index, ends, out, count),
             {"ROWS": _ROWS, "num_warps": 4},
-        ))  # fmt: skip
+        ), numbers=((4, count),))  # fmt: skip
     return out
 
 
@@ -148,11 +149,11 @@ def quantize_experts(x: Tensor, ends: Tensor, spec: Spec, rowwise: bool = True, 
         return row, col
     config = chosen("experts")
     tensors = x, row and row[0], col and col[0], amax, scale, scale_inv, ends, index
-    launch(expert_cast_kernel, (spec, config, M, N, K, experts, x.stride()), tensors, lambda: (
+    launch(expert_cast_kernel, (spec, config, N, K, experts, x.stride()), tensors, lambda: (
         config.grid(N, K, x.device),
         (x, pointers(row)[0], pointers(col)[0], amax, scale, scale_inv, ends, index, experts, M, N, K, *x.stride(),
          tile_epsilon(spec)),
         {"EXPERTS": triton.next_power_of_2(experts), "EVEN": config.even(N, K), **spec_arguments(spec),
          **config.options()},
-    ))  # fmt: skip
+    ), numbers=((9, M),))  # fmt: skip
     return row, col

@@ -165,6 +165,12 @@ class _Gated(NamedTuple):
         stored = scales is not None and (scales.shape, scales.stride())
         return self.data.shape, self.data.stride(0), stored, self.dtype, self.groups
 
+    @property
+    def row_facts(self) -> tuple:
+        """Without the number of rows, where nothing else follows from it."""
+        facts = self.facts
+        return facts if self.scale_inv is not None else (self.data.shape[1], *facts[1:])
+
     def arguments(self) -> tuple:
         scale = pointers((self.data, self.scale_inv))[1] if self.scale_inv is not None else None
         return self.data, scale, self.data.stride(0), *(self.scale_inv.stride() if scale is not None else (0, 0))
@@ -220,17 +226,18 @@ def _swiglu(gated: _Gated, weights: Tensor | None, y: Tensor | None, row: Stored
         config = chosen("swiglu rows, plain")
     if T and F:
         copies = keep or (None, None), row or (None, None), col or (None, None)
-        facts = spec, x_spec, config, gated.facts, scale_ld(keep), scale_ld(row), scale_ld(col)
+        arguments, grid, even = gated.arguments(), config.grid(T, F, gated.data.device), config.even(T, F)
+        facts = spec, x_spec, config, even, gated.row_facts, scale_ld(keep), scale_ld(row), scale_ld(col)
         tensors = (gated.data, gated.scale_inv, weights, y, *copies[0], *copies[1], *copies[2], *scaling,
                    gated.ends)
         launch(swiglu_kernel, facts, tensors, lambda: (
-            config.grid(T, F, gated.data.device),
-            (*gated.arguments(), weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
+            grid,
+            (*arguments, weights, y, *pointers(keep), *pointers(row), *pointers(col), *scaling, T, F,
              scale_ld(keep), scale_ld(row), scale_ld(col), tile_epsilon(x_spec) if keep else 0.0,
              tile_epsilon(spec) if spec is not None else 0.0, gated.ends, gated.groups),
-            {"EVEN": config.even(T, F), "ROWS": config.rows, "KEEP_SPEC": _spec_or_none(x_spec)["SPEC"],
+            {"EVEN": even, "ROWS": config.rows, "KEEP_SPEC": _spec_or_none(x_spec)["SPEC"],
              **gated.options(), **_spec_or_none(spec), **config.options()},
-        ))  # fmt: skip
+        ), grid=(*grid, 1, 1), numbers=((len(arguments) + 8 + len(scaling), T),))  # fmt: skip
 
 
 def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor | None, row: Stored | None,
@@ -245,18 +252,20 @@ def _swiglu_grad(gated: _Gated, dy: Tensor, weights: Tensor | None, dx: Tensor |
         partials = torch.empty(-(-F // config.block_k), T, dtype=torch.float32, device=dy.device)
     if T and F:
         copies = row or (None, None), col or (None, None), y_col or (None, None)
-        facts = spec, y_spec, config, gated.facts, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col)
+        arguments, grid, even = gated.arguments(), config.grid(T, F, dy.device), config.even(T, F)
+        lds = scale_ld(row), scale_ld(col), scale_ld(y_col)
+        facts = spec, y_spec, config, even, gated.row_facts, dy.stride(0), *lds
         tensors = (dy, gated.data, gated.scale_inv, weights, partials, dx, *copies[0], *copies[1], *scaling, *copies[2],
                    *y_scaling[:2], gated.ends)
         launch(swiglu_grad_kernel, facts, tensors, lambda: (
-            config.grid(T, F, dy.device),
-            (dy, *gated.arguments(), weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
-             *y_scaling[:2], T, F, dy.stride(0), scale_ld(row), scale_ld(col), scale_ld(y_col),
+            grid,
+            (dy, *arguments, weights, partials, dx, *pointers(row), *pointers(col), *scaling, *pointers(y_col),
+             *y_scaling[:2], T, F, dy.stride(0), *lds,
              tile_epsilon(spec) if spec is not None else 0.0, tile_epsilon(y_spec) if y_spec is not None else 0.0,
              gated.ends, gated.groups),
-            {"EVEN": config.even(T, F), **gated.options(), **_spec_or_none(spec),
+            {"EVEN": even, **gated.options(), **_spec_or_none(spec),
              "Y_SPEC": _spec_or_none(y_spec)["SPEC"], "ROWS": config.rows, **config.options()},
-        ))  # fmt: skip
+        ), grid=(*grid, 1, 1), numbers=((len(arguments) + 12 + len(scaling), T),))  # fmt: skip
     return partials.sum(0) if partials is not None else None
 
 

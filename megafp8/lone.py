@@ -94,18 +94,28 @@ class LoneAxis(Axis):
             self.count("sum", x)
         return DONE
 
+    def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+        self.count("gather", *parts)
+        outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
+        for out, x in zip(outs, parts, strict=True):
+            self._repeat_in(out, x)
+        return outs, DONE
+
     def post_gather_into(self, out: Tensor, x: Tensor) -> Pending:
         if self.size > 1:
             self.count("gather", x)
-            with self.copying.timed(x):
-                mine, whole = _bytes(x).reshape(-1), _bytes(out).view(self.size, -1)
-                if mine.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-                    whole.copy_(mine.expand(self.size, -1))
-                    return DONE
-                for part in whole:  # in place
-                    if part.data_ptr() != mine.data_ptr():
-                        part.copy_(mine)
+            self._repeat_in(out, x)
         return DONE
+
+    def _repeat_in(self, out: Tensor, x: Tensor) -> None:
+        with self.copying.timed(x):
+            mine, whole = _bytes(x).reshape(-1), _bytes(out).view(self.size, -1)
+            if mine.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                whole.copy_(mine.expand(self.size, -1))
+                return
+            for part in whole:  # in place
+                if part.data_ptr() != mine.data_ptr():
+                    part.copy_(mine)
 
     def post_scatter_sum_into(self, out: Tensor, x: Tensor) -> Pending:
         if self.size > 1:

@@ -21,8 +21,9 @@ class Meter:
     bytes: Counter[Key] = field(default_factory=Counter)
     messages: Counter[Key] = field(default_factory=Counter)
 
-    def add(self, kind: str, group: str, x: Tensor) -> None:
-        self.bytes[kind, group] += x.numel() * x.element_size()
+    def add(self, kind: str, group: str, *parts: Tensor) -> None:
+        """One message of one tensor or several."""
+        self.bytes[kind, group] += sum(x.numel() * x.element_size() for x in parts)
         self.messages[kind, group] += 1
 
     def include(self, other: Meter) -> None:

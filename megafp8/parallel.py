@@ -40,8 +40,7 @@ class Pending(Protocol):
 
 
 class _Done:
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
 
 DONE: Pending = _Done()
@@ -65,10 +64,10 @@ class Axis:
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, self
 
-    def count(self, kind: str, x: Tensor) -> None:
-        """Notes a message that this rank takes part in with `x`."""
+    def count(self, kind: str, *parts: Tensor) -> None:
+        """Notes a message that this rank takes part in."""
         if self.meter is not None:
-            self.meter.add(kind, self.name, x)
+            self.meter.add(kind, self.name, *parts)
 
     def split(self, n: int) -> tuple[int, int]:
         """This rank's half-open part of `n` equal shares; `n` must divide (checked by the configuration)."""
@@ -124,8 +123,7 @@ class Axis:
         self.count("deal", x)
         out = x.new_empty(sum(received), *x.shape[1:])
         raw = [t.view(torch.uint8) if t.dim() > 1 else t for t in (out, x)]
-        work = dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True)
-        return out, _posted(work)
+        return out, _posted(dist.all_to_all_single(*raw, list(received), list(sent), group=self.group, async_op=True))
 
     def swap(self, peer: int, x: Tensor) -> Tensor:
         """What rank `peer` of the axis gives for `x`, of the same shape and dtype; it must swap with this one."""
@@ -177,6 +175,14 @@ class Axis:
         self.count("gather", x)
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return _posted(collective(_as_bytes(out), _as_bytes(x), group=self.group, async_op=True))
+
+    def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+        """`post_gather` of several tensors as one message, on more than one rank; they are kept until it is there."""
+        self.count("gather", *parts)
+        outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
+        raw = ([x.view(torch.uint8) for x in side] for side in (outs, parts))  # what travels together has one dtype
+        # As PyTorch's coalescing manager does; on NCCL a group of all-gathers in one launch, with one work.
+        return outs, _posted(self.group.allgather_into_tensor_coalesced(*raw))
 
     def post_scatter_sum(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Starts `scatter_sum`: the result may be read after `wait()`, and `x` must not change before."""

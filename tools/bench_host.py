@@ -7,6 +7,12 @@ the driver's own part.
 
     python tools/bench_host.py                                # CPU milliseconds a layer, by recipe
     python tools/bench_host.py --recipes blockwise --profile 25
+
+Other layouts are those of one rank of several, alone (`host_ranks.py`), Triton's launches with them; what such a layer
+launches is counted, too: PyTorch's operations, Triton's kernels, products that only a GPU has, collectives.
+
+    python tools/bench_host.py --layouts tp2 tp2-overlap ep2 --recipes bf16 blockwise
+    python tools/bench_host.py --layouts ep2 --recipes bf16 --profile 25     # operations by code line, too
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 
 import bench_layer_memory
+import host_ranks
 import torch
+from driverless import no_driver
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -180,7 +188,10 @@ def layer_of(recipe: str) -> bench_layer_memory.Layer:
 
 def microbatches(recipe: str) -> Callable[[], None]:
     """Forward and backward of a layer under a recipe."""
-    layer = layer_of(recipe)
+    return runs(layer_of(recipe))
+
+
+def runs(layer: bench_layer_memory.Layer) -> Callable[[], None]:
     leaves = (layer.x, *layer.layer.parameters())
 
     def run() -> None:
@@ -208,7 +219,7 @@ def calls_of(run: Callable[[], None]) -> Counter[str]:
     """How often Python calls each function in a call, C functions included and what stands for kernels left out: the
     same on every machine."""
     calls: Counter[str] = Counter()
-    own = {__file__, bench_layer_memory.__file__}
+    own = {__file__, bench_layer_memory.__file__, host_ranks.__file__}
 
     def see(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -228,21 +239,47 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--launches", action="store_true", help="with what launching Triton's kernels takes")
+    help_layouts = "ranks of these layouts, with launches, instead of a layer that has all for itself"
+    parser.add_argument("--layouts", nargs="+", choices=host_ranks.LAYOUTS, default=(), help=help_layouts)
     parser.add_argument("--repeats", type=int, default=9, help="rounds of 20 microbatches (default: %(default)s)")
-    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print the functions called most often")
-    parser.add_argument("--output", type=Path, help="JSON file: recipe -> {ms, calls}")
+    parser.add_argument("--warmup", type=int, default=60, help="microbatches of a layout before (default: %(default)s)")
+    parser.add_argument("--profile", type=int, default=0, metavar="ROWS", help="print what is called most often")
+    parser.add_argument("--output", type=Path, help="JSON file: recipe (and layout) -> {ms, calls, ...}")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = arguments().parse_args(argv)
-    torch.set_num_threads(1)
+def of_rank(recipe: str, layout: str, args: argparse.Namespace) -> dict[str, float]:
+    """The record of one rank of a layout."""
+    products: Counter[str] = Counter()
+    with (
+        no_kernels(launches=True),
+        host_ranks.pretending(products),
+        host_ranks.rank_of(recipe, layout) as (layer, meter),
+    ):
+        run = runs(layer)
+        launched = host_ranks.launched_by(run, meter, products)
+        with no_driver(notes=False):
+            for _ in range(args.warmup):  # until most numbers of experts' rows have been met
+                run()
+            calls = calls_of(run)
+            record = {"ms": milliseconds(run, args.repeats), "calls": calls.total()} | launched.totals()
+    text = (
+        "{:12}{:12}{ms:8.3f} ms of the host in{calls:6} calls; launches{operations:4} operations,{kernels:4} kernels,"
+    )
+    text += "{products:3} products,{collectives:3} collectives"
+    print(text.format(layout, recipe, **record), flush=True)
+    for counts in (calls, *vars(launched).values()):
+        for name, count in counts.most_common(args.profile):
+            print(f"{count:8}  {name}")
+    return record
+
+
+def alone(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """The records of a layer on one rank, by recipe."""
     results = {}
     with ExitStack() as stack:
         stack.enter_context(no_kernels(launches=args.launches))
         if args.launches:
-            from driverless import no_driver
-
             stack.enter_context(no_driver(notes=False))
         for recipe in args.recipes:
             run = microbatches(recipe)
@@ -251,6 +288,18 @@ def main(argv: list[str] | None = None) -> int:
             print("{:12}{ms:8.3f} ms of the host in{calls:6} calls".format(recipe, **results[recipe]), flush=True)
             for name, count in calls.most_common(args.profile):
                 print(f"{count:8}  {name}")
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments().parse_args(argv)
+    torch.set_num_threads(1)
+    if args.layouts:
+        pairs = [(layout, recipe) for layout in args.layouts for recipe in args.recipes]
+        pairs = [pair for pair in pairs if pair[0] != "ep2-fp8" or pair[1] == "blockwise"]  # others can't
+        results = {f"{layout} {recipe}": of_rank(recipe, layout, args) for layout, recipe in pairs}
+    else:
+        results = alone(args)
     if args.output:
         args.output.write_text(json.dumps(results, indent=1))
     return 0

@@ -44,6 +44,7 @@ MIB = 2**20
 MODELS = {
     "llama3-8b": "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8",
     "llama3-70b": "--hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --num-query-groups 8",
+    "small": "--hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --num-query-groups 2",
     "tiny": "--hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4 --num-query-groups 2",
 }
 COMMON = (
@@ -66,11 +67,12 @@ OPTIONS = {
 }
 
 
-def config_of(args: argparse.Namespace, option: str) -> Config:
-    """The configuration of a layer under an option; raises ValueError for flags that don't go together."""
+def config_of(args: argparse.Namespace, option: str, ranks: int = 1) -> Config:
+    """The configuration of a layer under an option, on one of `ranks` ranks; raises ValueError for flags that don't go
+    together."""
     sizes = f"--seq-length {args.seq_length} --micro-batch-size {args.micro_batch_size}"
     flags = " ".join((MODELS[args.model], COMMON, sizes, OPTIONS[option], args.flags))
-    return with_vocab_size(parse_args(shlex.split(flags), env={}), 1024)
+    return with_vocab_size(parse_args(shlex.split(flags), env={"WORLD_SIZE": str(ranks)}), 1024)
 
 
 class Gradients(GradSink):
@@ -106,18 +108,23 @@ def lay_side_by_side(layer: nn.Module, buffers: dict[int, Tensor]) -> None:
 class Layer:
     """The first layer of a configuration on a device, and what its forward needs."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        build = BuildContext.of(config, ParallelContext(), device, policy.from_config(config))
+    def __init__(self, config: Config, device: torch.device, parallel: ParallelContext | None = None) -> None:
+        """parallel: of the rank that it is a layer of; alone if not given."""
+        parallel = parallel or ParallelContext()
+        build = BuildContext.of(config, parallel, device, policy.from_config(config))
         self.config, model = config, config.model
-        self.layer = TransformerLayer("layers.0", build)
+        self.layer = TransformerLayer("layers.0", build, experts=model.num_experts is not None)
         initialize(self.layer, 1)
         batch, length = config.train.micro_batch_size, config.data.seq_length
-        self.x = torch.randn(batch * length, model.hidden_size, device=device).bfloat16().requires_grad_()
+        tokens = batch * length // (parallel.tp.size if parallel.sequence_parallel else 1)
+        self.x = torch.randn(tokens, model.hidden_size, device=device).bfloat16().requires_grad_()
         self.dy = torch.randn_like(self.x)
         positions = torch.arange(length, device=device).repeat(batch)
         self.sequences = Sequences(batch, length, rotation(positions, inverse_frequencies(model, device)))
         self.scaling = DelayedScaling.of(self.layer)
-        self.step = StepContext(grads=Gradients(self.layer), scaling=self.scaling)
+        gradients = Gradients(self.layer)
+        lay_side_by_side(self.layer, gradients.buffers)
+        self.step = StepContext(grads=gradients, scaling=self.scaling)
 
     def forward(self) -> Tensor:
         return self.layer(self.x, self.sequences, self.step)

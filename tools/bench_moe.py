@@ -256,18 +256,18 @@ class Wire:
     def to_experts(self, fp8: bool) -> None:
         spec = RowSpec(self.input, colwise=True, alignment=128)
         if fp8:
-            rows = spread(pack(self.input.quantize(self.x).rowwise), self.leaving, None)
+            rows = spread(pack(self.input.quantize(self.x).rowwise), self.leaving, False)
             take_rows(unpack(self.input, rows, self.hidden), self.arriving, spec, torch.bfloat16)
         else:
-            take_rows(spread(self.x, self.leaving, None), self.arriving, spec, torch.bfloat16)
+            take_rows(spread(self.x, self.leaving, False), self.arriving, spec, torch.bfloat16)
 
     def gradients(self, fp8: bool) -> None:
         spec = RowSpec(self.gradient, colwise=True, alignment=128)
         if fp8:
-            rows = spread(pack(self.gradient.quantize(self.x).rowwise), self.leaving, None)
+            rows = spread(pack(self.gradient.quantize(self.x).rowwise), self.leaving, False)
             take_rows(unpack(self.gradient, rows, self.hidden), self.arriving, spec, torch.bfloat16)
         else:
-            take_rows(spread(self.x, self.leaving, None), self.arriving, spec, torch.bfloat16, derives=False)
+            take_rows(spread(self.x, self.leaving, False), self.arriving, spec, torch.bfloat16, derives=False)
 
     def results(self) -> Iterator[WireResult]:
         saved = len(self.leaving) * (2 * self.hidden - row_bytes(self.input, self.hidden))

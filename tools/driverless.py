@@ -80,7 +80,7 @@ def no_driver(*, notes: bool = True) -> Iterator[list[Launched]]:
     )
     before = driver._active
     driver.set_active(fake)
-    caches = launch.known, gemm_launch.repeats, gemm_launch._compiled
+    caches = launch.known, launch.older, gemm_launch.repeats, gemm_launch.older, gemm_launch._compiled
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(JITFunction, "_do_compile", compile_nothing))

@@ -91,6 +91,26 @@ def row_kernels() -> ModuleType | None:
 
 
 @cache
+def choice_kernels() -> ModuleType | None:
+    """The largest scores of tokens; None where Triton is not installed."""
+    try:
+        from megafp8.kernels import best_experts
+    except ImportError:
+        return None
+    return best_experts
+
+
+@cache
+def place_kernels() -> ModuleType | None:
+    """Rows found for the choices of tokens; None where Triton is not installed."""
+    try:
+        from megafp8.kernels import place_rows
+    except ImportError:
+        return None
+    return place_rows
+
+
+@cache
 def _expert_kernels() -> ModuleType | None:
     try:
         from megafp8.kernels import quantize_experts

@@ -17,7 +17,7 @@ which sums over rows, is never cut; its operands travel during dgrad.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -28,8 +28,8 @@ from torch import Tensor
 from megafp8.fp8.feature_grid import FeatureGrid
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.recipe import Recipe
-from megafp8.fp8.shards import Operand, post_gather, travels_in_fp8
-from megafp8.fp8.storage import QuantizedStorage, gemm_layout
+from megafp8.fp8.shards import Operand, cut_rows, post_gather, post_gather_pieces, rows_of, travels_in_fp8
+from megafp8.fp8.storage import QuantizedStorage
 from megafp8.parallel import Axis
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class CommPlan:
 
     def dgrad_gathering(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> tuple[Tensor, Operand]:
         """(dX, the whole dY) from this rank's dY: while a piece is multiplied, the next ones travel."""
-        posted = [post_gather(_take(dy, piece, 1), self.axis) for piece in _pieces(_rows(dy), self.chunks)]
+        posted = list(post_gather_pieces(dy, _pieces(rows_of(dy), self.chunks), self.axis))
         pieces, products = [], []
         for wait in posted:
             pieces.append(wait())
@@ -147,40 +147,48 @@ class CommPlan:
             return multiply(x)
         # A chunk takes the same rows of each rank, so that a gathered or scattered chunk is a piece of its shard.
         ranks = self.axis.size if gathers or self.sequence_parallel else 1
-        rows = _rows(x) if gathers else _rows(x) // ranks
-        pieces = _pieces(rows, 1 if _square_tiles(x) else self.chunks)
-        arriving = [post_gather(_take(x, pieces[0], 1), self.axis)] if gathers else []
-        products, leaving = [], []
-        for number, piece in enumerate(pieces):
-            if gathers and number + 1 < len(pieces):
-                arriving.append(post_gather(_take(x, pieces[number + 1], 1), self.axis))
-            product = multiply(arriving[number]() if gathers else _take(x, piece, ranks))
-            if sums:
-                leaving.append(self._post_sum(product))
-            products.append(product)
-        if sums:
-            products = [wait() for wait in leaving]
-        return _joined(products, ranks if gathers else 1)
+        pieces = _pieces(rows_of(x) if gathers else rows_of(x) // ranks, 1 if _square_tiles(x) else self.chunks)
+        if not sums:
+            return _joined([multiply(part) for part in self._gathered(x, pieces)], ranks)
+        parts = self._gathered(x, pieces) if gathers else iter(cut_rows(x, pieces, ranks))
+        return self._summed(parts, pieces, multiply)
+
+    def _gathered(self, x: Operand, pieces: list[slice]) -> Iterator[Operand]:
+        """The pieces of the whole operand; while one is at work, the next one travels."""
+        posted = post_gather_pieces(x, pieces, self.axis)
+        wait = next(posted)
+        for following in posted:
+            yield wait()
+            wait = following
+        yield wait()
+
+    def _summed(self, parts: Iterator[Operand], pieces: list[slice], multiply: Callable[[Operand], Tensor]) -> Tensor:
+        """The sum over the ranks of the products of pieces; scattered ones arrive where they belong."""
+        out, waits, products = None, [], []
+        for part, piece in zip(parts, pieces, strict=True):
+            product = multiply(part)
+            if not self.sequence_parallel:
+                waits.append(self._post_sum(product))
+                continue
+            products.append(product)  # not to be freed before it has left
+            if out is None:
+                out = product.new_empty(pieces[-1].stop, *product.shape[1:])
+            waits.append(self.axis.post_scatter_sum_into(out[piece], product).wait)
+        sums = [wait() for wait in waits]
+        return out if self.sequence_parallel else _joined(sums, 1)
 
     def _post_sum(self, y: Tensor) -> Callable[[], Tensor]:
-        if self.sequence_parallel:
-            out, pending = self.axis.post_scatter_sum(y)
-        else:
-            out, pending = y, self.axis.post_sum_(y)
+        pending = self.axis.post_sum_(y)
 
         def wait() -> Tensor:
             pending.wait()
-            return out
+            return y
 
         return wait
 
 
 ALONE = CommPlan()
 """The plan of a linear without peers."""
-
-
-def _rows(x: Operand) -> int:
-    return (x if isinstance(x, Tensor) else x.data).shape[0]
 
 
 def _square_tiles(x: Operand) -> bool:
@@ -194,28 +202,8 @@ def _pieces(rows: int, chunks: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def _take(x: Operand, piece: slice, ranks: int) -> Operand:
-    """The piece of each rank's part of `x`'s rows (rowwise storage), ranks in turn."""
-    if piece == slice(0, _rows(x) // ranks):
-        return x
-    if isinstance(x, Tensor):
-        return x.reshape(ranks, -1, *x.shape[1:])[:, piece].flatten(0, 1)
-    assert x.orientation == "rowwise", x.orientation
-    data = _take_bytes(x.data, piece, ranks)
-    if x.tile.kind == "tensor":
-        return replace(x, data=data)
-    scale_inv = _take_bytes(x.scale_inv, piece, ranks)
-    return replace(x, data=data, scale_inv=gemm_layout(scale_inv, x.tile))
-
-
-def _take_bytes(x: Tensor, piece: slice, ranks: int) -> Tensor:
-    """`_take` of FP8 or scales; few operators know 8-bit floats."""
-    raw = x.view(torch.uint8) if x.element_size() == 1 else x
-    return _take(raw, piece, ranks).contiguous().view(x.dtype)
-
-
 def _joined(parts: list[Tensor], ranks: int) -> Tensor:
-    """Undoes `_take`."""
+    """Undoes `shards.cut_rows`."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.view(ranks, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)

@@ -83,6 +83,7 @@ class GroupedLinear:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = tuple(linears)
         self._stack: WeightStack | None = None
+        self._names = tuple(linear.name for linear in linears)
         self._places = {role: tuple(f"{linear.name}/{role}" for linear in linears) for role in ROLES}
 
     @property
@@ -166,7 +167,7 @@ class GroupedLinear:
             producer=producer,
             grad_want=grad_want,
             stack=stack,
-            names=tuple(linear.name for linear in self.linears),
+            names=self._names,
             places=self._places,
             ends=ends,
             alignment=alignment,

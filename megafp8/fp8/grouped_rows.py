@@ -102,13 +102,17 @@ def pack(rows: QuantizedStorage) -> Tensor:
 
 
 def unpack(quantizer: Quantizer, packed: Tensor, features: int) -> QuantizedStorage:
-    """The rows that were packed, `[T, features]`; their data are a view, whose rows lie apart."""
+    """The rows that were packed, `[T, features]`, for those who pick them; data are a view, whose rows lie apart, and
+    scales another where FP32 may lie there."""
     spec = quantizer.spec
     data, scales = packed.split([features, packed.shape[1] - features], 1)
     scale_dtype = torch.float8_e8m0fnu if spec.scale is Scale.E8M0 else torch.float32
-    scale_inv = scales.clone(memory_format=torch.contiguous_format).view(scale_dtype)  # of one row too
+    size = scale_dtype.itemsize
+    if packed.stride(0) % size or (packed.storage_offset() + features) % size or len(packed) == 1:
+        scales = scales.clone(memory_format=torch.contiguous_format)  # of one row too
+    scale_inv = scales.view(scale_dtype)
     assert tuple(scale_inv.shape) == spec.tile.scale_shape(*data.shape), packed.shape
-    return quantizer.store((data.view(spec.format.dtype), scale_inv), "rowwise")
+    return QuantizedStorage(data.view(spec.format.dtype), scale_inv, spec.tile, spec.scale, "rowwise")
 
 
 def unpack_values(quantizer: Quantizer, packed: Tensor, features: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ whatever the number of local rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -107,32 +107,139 @@ def quantize_rows(quantizer: Quantizer, x: Tensor, axis: Axis, rowwise: bool, co
 
 
 def post_gather(x: Operand, axis: Axis) -> Callable[[], Operand]:
-    """Starts to gather the ranks' rows; call the result to wait for the whole operand. FP8 data and scales go together.
+    """Starts to gather the ranks' rows; call the result to wait for the whole operand. FP8 data and scales go together,
+    in one message.
 
     A colwise shard must come from `quantize_rows`.
     """
     if axis.size == 1:
         return lambda: x
-    if isinstance(x, Tensor):
-        return _after([axis.post_gather(x.contiguous())], lambda whole: whole)
-    scales = [] if x.tile.kind == "tensor" else [axis.post_gather(_tiles_first(x, axis))]
+    if isinstance(x, Tensor) or x.tile.kind == "tensor":
+        return _post_rows(x, axis)
+    parts = [x.data, _tiles_first(x, axis)]
+    (data, scales), pending = axis.post_gathers(parts)
 
-    def assemble(data: Tensor, scale_inv: Tensor | None = None) -> QuantizedStorage:
-        if x.orientation == "colwise":
-            data = _side_by_side(data, axis.size)
-        scale_inv = x.scale_inv if scale_inv is None else gemm_layout(_whole_scales(x, scale_inv, axis), x.tile)
-        return replace(x, data=data, scale_inv=scale_inv)
-
-    return _after([axis.post_gather(x.data), *scales], assemble)
-
-
-def _after(posted: list[tuple[Tensor, Pending]], assemble: Callable[..., Operand]) -> Callable[[], Operand]:
-    def wait() -> Operand:
-        for _, pending in posted:
-            pending.wait()
-        return assemble(*(tensor for tensor, _ in posted))
+    def wait() -> QuantizedStorage:
+        pending.wait()
+        parts.clear()  # until now they had to be there
+        whole = _side_by_side(data, axis.size) if x.orientation == "colwise" else data
+        return _like(x, whole, _whole_scales(x, scales, axis))
 
     return wait
+
+
+def _post_rows(x: Operand, axis: Axis) -> Callable[[], Operand]:
+    """`post_gather` of what has no scales of its own for each row."""
+    sent = x.contiguous() if isinstance(x, Tensor) else x.data
+    gathered, pending = axis.post_gather(sent)
+
+    def wait() -> Operand:
+        pending.wait()
+        if isinstance(x, Tensor):
+            return gathered
+        data = _side_by_side(gathered, axis.size) if x.orientation == "colwise" else gathered
+        return _like(x, data, x.scale_inv)
+
+    return wait
+
+
+def post_gather_pieces(x: Operand, pieces: list[slice], axis: Axis) -> Iterator[Callable[[], Operand]]:
+    """Starts to gather the ranks' rows piece by piece, each when it is asked for; every one is to be waited for, in
+    turn. All scales of 1D tiles, which are few, travel with the first piece's data."""
+    if isinstance(x, Tensor) or x.tile.kind == "tensor" or len(pieces) == 1:
+        for piece in pieces:
+            yield post_gather(take(x, piece, 1), axis)
+        return
+    assert x.orientation == "rowwise", x.orientation
+    scales: list[Tensor] = []
+    parts = [x.data[pieces[0]], _tiles_first(x, axis)]
+    (data, gathered), first = axis.post_gathers(parts)
+
+    def wait_first() -> QuantizedStorage:
+        first.wait()
+        parts.clear()
+        scales.extend(cut_scales(_whole_scales(x, gathered, axis), x, pieces, axis.size))
+        return _like(x, data, scales[0])
+
+    yield wait_first
+    for number, piece in enumerate(pieces[1:], 1):
+        out, pending = axis.post_gather(x.data[piece])
+
+        def wait(out: Tensor = out, pending: Pending = pending, number: int = number) -> QuantizedStorage:
+            pending.wait()
+            return _like(x, out, scales[number])
+
+        yield wait
+
+
+def cut_rows(x: Operand, pieces: list[slice], ranks: int) -> list[Operand]:
+    """The pieces of each rank's part of `x`'s rows (rowwise storage), ranks in turn: equal ones in one copy of all."""
+    if len(pieces) == 1:
+        return [x]
+    if not _equal(pieces):
+        return [take(x, piece, ranks) for piece in pieces]
+    if isinstance(x, Tensor):
+        return _cut_rows(x, len(pieces), ranks)
+    assert x.orientation == "rowwise", x.orientation
+    data = _cut_rows(x.data, len(pieces), ranks)
+    if x.tile.kind == "tensor":
+        return [replace(x, data=part) for part in data]
+    scales = cut_scales(x.scale_inv, x, pieces, ranks)
+    return [_like(x, part, scale) for part, scale in zip(data, scales, strict=True)]
+
+
+def cut_scales(scale_inv: Tensor, x: QuantizedStorage, pieces: list[slice], ranks: int) -> list[Tensor]:
+    """The scales [rows, tiles] of the pieces of a rowwise operand of 1D tiles, like `x`, in the layout of GEMMs."""
+    if not _equal(pieces):
+        return [gemm_layout(take_bytes(scale_inv, piece, ranks), x.tile) for piece in pieces]
+    if x.scale is Scale.E8M0:
+        return _cut_rows(scale_inv, len(pieces), ranks)
+    rows = pieces[0].stop
+    by_tile = scale_inv.t().reshape(-1, ranks, len(pieces), rows)  # the rows of a tile lie together
+    parts = by_tile.permute(2, 0, 1, 3).flatten(2)
+    return [gemm_layout(part.t(), x.tile) for part in parts]
+
+
+def _equal(pieces: list[slice]) -> bool:
+    return len({piece.stop - piece.start for piece in pieces}) == 1
+
+
+def _cut_rows(x: Tensor, count: int, ranks: int) -> list[Tensor]:
+    raw = _bytes(x)
+    rows = len(x) // (ranks * count)
+    parts = raw.reshape(ranks, count, rows, x.shape[1]).transpose(0, 1).contiguous()
+    return [part.flatten(0, 1).view(x.dtype) for part in parts]
+
+
+def take(x: Operand, piece: slice, ranks: int) -> Operand:
+    """One piece of each rank's part of `x`'s rows (rowwise storage), ranks in turn."""
+    if piece == slice(0, rows_of(x) // ranks):
+        return x
+    if isinstance(x, Tensor):
+        return x.reshape(ranks, -1, *x.shape[1:])[:, piece].flatten(0, 1)
+    assert x.orientation == "rowwise", x.orientation
+    data = take_bytes(x.data, piece, ranks)
+    if x.tile.kind == "tensor":
+        return replace(x, data=data)
+    return replace(x, data=data, scale_inv=gemm_layout(take_bytes(x.scale_inv, piece, ranks), x.tile))
+
+
+def take_bytes(x: Tensor, piece: slice, ranks: int) -> Tensor:
+    """`take` of FP8 or scales; few operators know 8-bit floats."""
+    return take(_bytes(x), piece, ranks).contiguous().view(x.dtype)
+
+
+def _like(x: QuantizedStorage, data: Tensor, scale_inv: Tensor) -> QuantizedStorage:
+    """`dataclasses.replace`, which takes the host far longer."""
+    return QuantizedStorage(data, scale_inv, x.tile, x.scale, x.orientation)
+
+
+def rows_of(x: Operand) -> int:
+    return (x if isinstance(x, Tensor) else x.data).shape[0]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _side_by_side(data: Tensor, ranks: int) -> Tensor:
@@ -142,22 +249,36 @@ def _side_by_side(data: Tensor, ranks: int) -> Tensor:
 
 
 def _tiles_first(x: QuantizedStorage, axis: Axis) -> Tensor:
-    """The scales of a 1D-tiled shard so that ranks follow each other in dimension 0: a row's, or a tile's."""
+    """The scales of a 1D-tiled shard, contiguous, so that ranks follow each other in dimension 0: by row, or by tile.
+
+    GEMMs' layout has the FP32 scales of a tile together, of all rows: it travels as it is, unless rows fill it up.
+    """
     if x.orientation == "rowwise":
-        return x.scale_inv.contiguous()
+        return x.scale_inv.t() if _by_tile(x) else x.scale_inv.contiguous()
     missing = RowTiles(x.data.shape[1], x.tile.block, axis).most - x.scale_inv.shape[1]
-    scales = x.scale_inv.contiguous().view(torch.uint8 if x.scale is Scale.E8M0 else torch.float32)
-    return F.pad(scales, (0, missing)).t().contiguous().view(x.scale_inv.dtype)
+    scales = _bytes(x.scale_inv).t()
+    scales = F.pad(scales, (0, 0, 0, missing)) if missing else scales
+    return scales.contiguous().view(x.scale_inv.dtype)
+
+
+def _by_tile(x: QuantizedStorage) -> bool:
+    """Whether the scales of rows travel tile by tile: of all ranks, which have as many rows."""
+    return x.scale is not Scale.E8M0 and x.scale_inv.t().is_contiguous()
 
 
 def _whole_scales(x: QuantizedStorage, gathered: Tensor, axis: Axis) -> Tensor:
+    """In the layout of GEMMs."""
     if x.orientation == "rowwise":
-        return gathered
-    tiles = RowTiles(x.data.shape[1], x.tile.block, axis)
-    raw = gathered.view(torch.uint8) if x.scale is Scale.E8M0 else gathered
-    if not tiles.aligned:
+        if not _by_tile(x):
+            return gemm_layout(gathered, x.tile)
+        by_rank = gathered.view(axis.size, gathered.shape[0] // axis.size, gathered.shape[1])
+        return gemm_layout(by_rank.transpose(0, 1).flatten(1).t(), x.tile)
+    tiles, raw = RowTiles(x.data.shape[1], x.tile.block, axis), _bytes(gathered)
+    if not tiles.aligned:  # else they are in order
         raw = raw[_places_on(raw.device, tiles.rows, tiles.block, axis.size)]
-    return raw.t().contiguous().view(gathered.dtype)
+    if x.scale is Scale.E8M0:
+        return raw.t().contiguous().view(gathered.dtype)
+    return gemm_layout(raw.t(), x.tile)
 
 
 @cache

@@ -116,8 +116,7 @@ def gemm_layout(scale_inv: Tensor, tile: Tile) -> Tensor:
     strides = scale_inv.stride()
     if strides[contiguous] == 1 and strides[padded] == -(-shape[contiguous] // step) * step:
         return scale_inv
-    if tile.kind == "1d":
-        view = scale_inv.new_zeros(cols, -(-rows // step) * step)[:, :rows].t()
-    else:
-        view = scale_inv.new_zeros(rows, -(-cols // step) * step)[:, :cols]
+    length = -(-shape[contiguous] // step) * step
+    make = scale_inv.new_empty if length == shape[contiguous] else scale_inv.new_zeros  # zeros only to fill up
+    view = make(cols, length)[:, :rows].t() if tile.kind == "1d" else make(rows, length)[:, :cols]
     return view.copy_(scale_inv)

@@ -68,7 +68,8 @@ class WeightStack:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """High-precision `[G, N, K]`."""
-        _, _, places = self._versions()
+        self._await()
+        places = [param.data_ptr() for param in self.params]
         if self._view[0] != places:  # where weights lie changes rarely, and is dear to compare
             self._view = places, stacked(self.params)
         view = self._view[1]
@@ -91,11 +92,14 @@ class WeightStack:
 
         For hundreds of experts, many times a step: so in few lines of Python for each.
         """
+        self._await()
+        announced = [weight.version for weight in self.weights]
+        return announced, self.versions(), [param.data_ptr() for param in self.params]
+
+    def _await(self) -> None:
         for weight in self.weights:
             if weight.arrival is not None:
                 weight.version_key()
-        announced = [weight.version for weight in self.weights]
-        return announced, self.versions(), [param.data_ptr() for param in self.params]
 
     def amax(self) -> Tensor:
         """FP32 [G]: the weights' amaxes (tensor tiles), once a version."""

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megafp8.config import Config
 from megafp8.core.build import OVERLAP_CHUNKS, RecomputePlan
+from megafp8.core.moe.exchange import joined_bytes
 from megafp8.fp8.grouped_linear import runs_grouped
 from megafp8.fp8.policy import Policy
 from megafp8.plan.expert_traffic import INDEX, WEIGHT, Dealt, WireBytes, exchanges_tokens
@@ -212,10 +213,9 @@ class LayerTraffic:
         wire = WireBytes.of(micro.config, self.layer.name, micro.recipe_of, micro.element)
         row, counts = m.hidden_size * micro.element, group.size * (m.num_experts // micro.groups["ep"].size)
         there.add("forward", "deal", group, "experts counts", counts * INDEX)
-        there.add("forward", "deal", group, "experts tokens", dealt.sent * wire.tokens)
-        there.add("forward", "deal", group, "experts weights", dealt.sent * WEIGHT)
-        there.add("backward", "deal", group, "experts gradient of tokens", dealt.received * row)
-        there.add("backward", "deal", group, "experts gradient of weights", dealt.received * WEIGHT)
+        there.add("forward", "deal", group, "experts tokens and weights", dealt.sent * joined_bytes(wire.tokens))
+        gradients = dealt.received * joined_bytes(row)
+        there.add("backward", "deal", group, "experts gradient of tokens and weights", gradients)
         back.add("forward", "deal", group, "experts outputs", dealt.received * row)
         back.add("backward", "deal", group, "experts gradient of outputs", dealt.sent * wire.gradients)
         return there, back

@@ -157,18 +157,18 @@ class LinearTraffic:
 
     def _gather_rowwise(self, found: Passes) -> None:
         quantizer, pieces = self.recipe.quantizer("input"), self._pieces(self.local, "input")
-        found.add("forward", "gather", self.group, f"{self.name} input", self.local * self.features_in, pieces)
-        if not self._tensor("input"):
+        size = self.local * self.features_in
+        if not self._tensor("input"):  # all scales travel with the first piece
             scales = quantizer.spec.tile.scale_shape(self.local, self.features_in)
-            size = scales[0] * scales[1] * scale_bytes(quantizer)
-            found.add("forward", "gather", self.group, f"{self.name} input scales", size, pieces)
+            size += scales[0] * scales[1] * scale_bytes(quantizer)
+        found.add("forward", "gather", self.group, f"{self.name} input", size, pieces)
 
     def _gather_colwise(self, found: Passes) -> None:
-        found.add("backward", "gather", self.group, f"{self.name} input", self.local * self.features_in)
+        size = self.local * self.features_in
         if not self._tensor("input"):
             quantizer = self.recipe.quantizer("input")
-            size = self._row_tiles("input").most * self.features_in * scale_bytes(quantizer)
-            found.add("backward", "gather", self.group, f"{self.name} input scales", size)
+            size += self._row_tiles("input").most * self.features_in * scale_bytes(quantizer)
+        found.add("backward", "gather", self.group, f"{self.name} input", size)
 
 
 def scale_bytes(quantizer: Quantizer) -> int:

@@ -45,6 +45,7 @@ class Notes:
         for name, what in (("max_", "max"), ("post_sum_", "sum"), ("post_gather_into", "gather"),
                            ("post_scatter_sum_into", "scatter_sum")):  # fmt: skip
             self._patch(stack, Axis, name, lambda original, what=what: self._collective(original, what))
+        self._patch(stack, Axis, "post_gathers", self._gathers)
         self._patch(stack, Axis, "post_deal", self._deal)
         self._patch(stack, Axis, "swap", self._swap)
         self._patch(stack, Axis, "post_shift", self._shift)
@@ -75,6 +76,14 @@ class Notes:
                 self.trace.append(Wait(number))
                 return result
             return _Noted(result, self.trace, number)
+
+        return call
+
+    def _gathers(self, original):
+        def call(axis, parts):
+            number = self._post(axis.group, Side("gather", None, tuple(_like(x) for x in parts)))
+            outs, pending = original(axis, parts)
+            return outs, _Noted(pending, self.trace, number)
 
         return call
 

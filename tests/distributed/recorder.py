@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megafp8.parallel import Axis
+
 # name of the function -> kind, place of the tensor that this rank contributes
 COLLECTIVES = {
     "all_reduce": ("sum", 0),
@@ -77,6 +79,18 @@ def _wrapped(function, kind: str, place: int | None, log: Log):
     return call
 
 
+def _together(function, log: Log):
+    def call(axis, parts):
+        size = sum(part.nbytes for part in parts)
+        log.messages.append(Message("gather", torch.uint8, (), size, axis.size))
+        label = f"gather {log.count('gather') - 1}"
+        log.events.append(f"post {label}")
+        outs, work = function(axis, parts)
+        return outs, _Work(work, log, label)
+
+    return call
+
+
 @contextmanager
 def record() -> Iterator[Log]:
     log = Log()
@@ -85,4 +99,5 @@ def record() -> Iterator[Log]:
             if hasattr(dist, name):
                 function = getattr(dist, name)
                 stack.enter_context(mock.patch.object(dist, name, _wrapped(function, kind, place, log)))
+        stack.enter_context(mock.patch.object(Axis, "post_gathers", _together(Axis.post_gathers, log)))
         yield log

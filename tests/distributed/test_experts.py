@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint import save_checkpoint
+from megafp8.core.moe.exchange import joined_bytes
 from megafp8.parallel import Axis
 from tests.distributed.layouts import Layout, Run, assemble, compare, distance, run_layout, train
 from tests.distributed.test_families import EXPERTS, STEPS, biases
@@ -127,12 +128,13 @@ def test_fp8_dispatch_changes_no_bit(pool, recipe, dispatcher):
         assert any(grad.abs().sum() > 0 for name, (_, _, grad) in off.grads.items() if "experts" in name)
         if dispatcher == "alltoall":
             hidden, scales = 64, 4 if recipe == "blockwise" else 2
-            rows = (sent["torch.bfloat16"] - fewer["torch.bfloat16"]) // (2 * hidden)
-            assert fewer["torch.uint8"] == rows * (hidden + scales)  # a byte a value, and its scales
-            assert rows == 2 * 2 * 16 * 2  # steps x samples x tokens x top-2
-            assert "torch.uint8" not in sent
-    if dispatcher == "alltoall":  # of both ranks: there and back, forward and backward
-        assert sum(sent["torch.bfloat16"] for _, sent in runs[False]) == 2 * 4 * rows * hidden * 2
+            rows = 2 * 2 * 16 * 2  # steps x samples x tokens x top-2
+            wide, narrow = joined_bytes(2 * hidden), joined_bytes(hidden + scales)  # a byte a value, and its scales
+            assert sent["torch.uint8"] - fewer["torch.uint8"] == rows * (wide - narrow)
+            assert sent["torch.bfloat16"] == fewer["torch.bfloat16"]
+    if dispatcher == "alltoall":  # of both ranks, forward and backward: there, with a token's weights, and back
+        assert sum(sent["torch.uint8"] for _, sent in runs[False]) == 2 * 2 * rows * wide
+        assert sum(sent["torch.bfloat16"] for _, sent in runs[False]) == 2 * 2 * rows * hidden * 2
 
 
 def test_fp8_gradients_of_outputs_stay_near(pool):
@@ -145,7 +147,9 @@ def test_fp8_gradients_of_outputs_stay_near(pool):
         assert plain.losses == rounded.losses
         for name, (_, _, grad) in plain.grads.items():
             assert distance(rounded.grads[name][2], grad) < 0.05, name
-        assert fewer["torch.uint8"] == 2 * sent["torch.uint8"]
+        rows = (sent["torch.bfloat16"] - fewer["torch.bfloat16"]) // (2 * 64)
+        assert fewer["torch.uint8"] - sent["torch.uint8"] == rows * (64 + 4)
+        assert rows == 2 * 16 * 2
 
 
 SHARED = {"moe_shared_expert_overlap": True}

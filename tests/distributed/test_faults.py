@@ -53,9 +53,10 @@ def shards_gathered_in_wrong_order(stack):
 
 
 def shards_scattered_in_wrong_order(stack):
-    patch(
-        stack, Axis, "post_scatter_sum", lambda original: lambda self, x: original(self, x.roll(len(x) // self.size, 0))
-    )
+    def make(original):
+        return lambda self, out, x: original(self, out, x.roll(len(x) // self.size, 0))
+
+    patch(stack, Axis, "post_scatter_sum_into", make)
 
 
 def partial_gradients_not_summed(stack):

@@ -7,7 +7,7 @@ import torch
 
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
-from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe.permutation import Permutation, arrivals, permute_weights, spread, sums
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, get_recipe
 from megafp8.fp8.grouped_linear import GroupedLinear
@@ -142,6 +142,60 @@ def test_nothing_waits_for_the_device(name):
         made(x, Sequences(2, 32), step).backward(grad)
 
 
+@pytest.mark.parametrize("alignment", [1, 32, 128])
+@pytest.mark.parametrize(("tokens", "experts", "topk"), [(1, 4, 2), (300, 16, 8), (4096, 128, 8), (9000, 500, 3)])
+def test_rows_are_those_of_a_stable_sort(tokens, experts, topk, alignment):
+    """CASES 56; on the device alone."""
+    chosen = torch.rand(tokens, experts).topk(topk).indices
+    chosen[chosen == 1] = 0
+    want, there = Permutation.of(chosen, experts, alignment=alignment), chosen.cuda()
+    Permutation.of(there, experts, alignment=alignment)  # compiles
+    with no_waiting():
+        got = Permutation.of(there, experts, alignment=alignment)
+        parts = [(name, getattr(got, name)) for name in ("choices", "tokens", "rows", "counts", "ends")]
+    for name, part in parts:
+        assert torch.equal(part.cpu(), getattr(want, name)), name
+    weights = torch.randn(tokens, topk).cuda().requires_grad_()
+    rows = permute_weights(weights, got)
+    choices = want.choices
+    picked = torch.where(choices >= 0, weights.detach().cpu().flatten()[choices.clamp(min=0)], 0)
+    assert torch.equal(rows.detach().cpu(), picked)
+    rows.backward(rows.detach())
+    assert torch.equal(weights.grad, weights.detach())
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+@pytest.mark.parametrize(("senders", "experts"), [(1, 4), (2, 64), (8, 32), (64, 8), (3, 1)])
+def test_rows_that_arrive_are_those_of_a_stable_sort(senders, experts, alignment):
+    """From some senders none, for some experts none, for one far more than for the others."""
+    arriving = torch.randint(900, (senders, experts)) * (torch.rand(senders, experts) > 0.2)
+    arriving[0, -1], arriving[:, experts // 2] = 20000, arriving[:, experts // 2] * (experts < 2)
+    numbers = arriving.tolist()
+    want, there = arrivals(arriving, numbers, alignment), arriving.cuda()
+    arrivals(there, numbers, alignment)  # compiles
+    with no_waiting():
+        got = arrivals(there, numbers, alignment)
+        parts = [(name, getattr(got, name)) for name in ("choices", "tokens", "rows", "counts", "ends")]
+    for name, part in parts:
+        assert torch.equal(part.cpu(), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("width", [256, 7168])
+def test_rows_and_numbers_that_travel_together(width):
+    """Written side by side into rows that lie apart, in each of several numbers of rows."""
+    for rows in (5, 4096, 4097, 5):
+        x, numbers = torch.randn(700, width).bfloat16().cuda(), torch.randn(700, 1).cuda()
+        index = torch.randint(700, (rows,)).cuda()
+        for fill in (spread, sums):
+            whole = torch.full((rows, 2 * width + 16), 7, dtype=torch.uint8, device="cuda")
+            packed, behind = whole[:, : 2 * width].view(torch.bfloat16), whole[:, -4:].view(torch.float32)
+            for source, target in ((x, packed), (numbers, behind)):
+                fill(source, index, False, target) if fill is spread else fill(source, index[:, None], None, target)
+            assert torch.equal(packed, x[index])
+            assert torch.equal(behind, numbers[index])
+            assert (whole[:, 2 * width : -4] == 7).all()
+
+
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_copied_and_summed_by_index(dtype, drops):
@@ -152,7 +206,7 @@ def test_rows_copied_and_summed_by_index(dtype, drops):
     results = []
     for device in ("cpu", "cuda"):
         order = Permutation.of(experts.to(device), 16, drops=drops, alignment=128)
-        rows = spread(x.to(device), order.tokens, order.empty)
+        rows = spread(x.to(device), order.tokens, order.filled)
         holes = torch.where((order.choices < 0)[:, None], torch.nan, rows)
         results.append((rows.cpu(), sums(holes, order.rows, order.kept).cpu()))
     (rows, total), (same_rows, near) = results

@@ -7,10 +7,10 @@ import torch
 
 from megafp8.core.build import BuildContext
 from megafp8.core.moe.capacity import drop
-from megafp8.core.moe.logits import Logits
+from megafp8.core.moe.logits import Logits, three_parts
 from megafp8.core.moe.permutation import Permutation, combine, permute
 from megafp8.core.moe.router import Router
-from megafp8.core.moe.routing import RoutingRule, choose, sinkhorn
+from megafp8.core.moe.routing import RoutingRule, best, choose, sinkhorn
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.params import GradSink
 from megafp8.step import Statistics, StepContext
@@ -37,6 +37,24 @@ RULES = {
 def test_ties_are_the_cpus(logits, kind):
     here, there = choose(logits, RULES[kind])[0], choose(logits.cuda(), RULES[kind])[0]
     assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize(("experts", "count"), [(8, 2), (100, 8), (128, 8), (512, 6), (600, 3)])
+def test_best_are_those_of_a_stable_sort(experts, count):
+    """Equal scores, zeros of both signs, infinities and NaN among them; strided rows."""
+    scores = torch.randint(-9, 10, (3000, experts + 3)).float()[:, :experts]
+    scores[::3] = torch.randn(1000, experts)
+    scores[5, ::2], scores[5, 1::2] = 0.0, -0.0
+    scores[6, 1], scores[6, 3], scores[6, 4], scores[7] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    wide = torch.full((3000, experts + 3), torch.nan, device="cuda")
+    wide[:, :experts] = scores.cuda()
+    assert torch.equal(best(wide[:, :experts], count).cpu(), best(scores, count))
+
+
+def test_parts_of_numbers_are_the_cpus():
+    x = torch.randn(1000, 128) * torch.logspace(-30, 30, 128)
+    assert torch.equal(three_parts(x.cuda()).cpu(), three_parts(x))
+    assert torch.equal(three_parts(x.cuda().t()).cpu(), three_parts(x.t()))
 
 
 @pytest.mark.parametrize("by_position", [False, True])

@@ -76,6 +76,7 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "rcp": lambda a: np.float32(1) / a,
     "ex2": lambda a: np.where(a < -126, 0, np.exp2(a.astype(np.float64))),
 }
+SHORT = {("mul", "bf16"), ("add", "bf16"), ("abs", "f16x2")}  # what is done in 16 bits
 INTEGERS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -105,7 +106,7 @@ def _handler(instruction: Instruction) -> str:
         return BY_NAME.get(name, "")
     if last == "pred":
         return "logic"
-    if (last in ("f32", "f64", "bf16x2") and name in FLOATS) or (name, last) in (("mul", "bf16"), ("abs", "f16x2")):
+    if (last in ("f32", "f64", "bf16x2") and name in FLOATS) or (name, last) in SHORT:
         return "arithmetic"
     if re.fullmatch(r"[bus]\d+", last) and (name in INTEGERS or name in ("shl", "shr", "bfe")):
         return "integer"

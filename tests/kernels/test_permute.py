@@ -2,9 +2,11 @@
 
 import pytest
 import torch
-from megafp8.kernels import permute, quantize_derive
+from megafp8.kernels import best_experts, permute, place_rows, quantize_derive, three_parts
 
-from megafp8.core.moe.permutation import Permutation, spread, sums
+from megafp8.core.moe import logits
+from megafp8.core.moe.permutation import Permutation, arrivals, spread, sums
+from megafp8.core.moe.routing import best
 from megafp8.fp8 import get_recipe
 from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack
 from tests.kernels import testing
@@ -23,11 +25,125 @@ def test_equal_the_plain_functions(dtype, drops):
     x = torch.randn(5, 304, generator=generator).to(dtype)
     with testing.emulated_launches():
         rows = permute.spread(x, order.tokens)
-    assert torch.equal(rows, spread(x, order.tokens, order.empty))
+    assert torch.equal(rows, spread(x, order.tokens, order.filled))
     y = torch.where((order.choices < 0)[:, None], torch.nan, rows * 3)
     with testing.emulated_launches():
         out = permute.sums(y, order.rows, order.kept)
     torch.testing.assert_close(out, sums(y, order.rows, order.kept), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize(("tokens", "topk", "experts"), [(1, 1, 3), (40, 3, 6), (75, 4, 100)])
+def test_rows_are_those_of_a_stable_sort(tokens, topk, experts, alignment, monkeypatch):
+    """CASES 56; experts without tokens among them, more blocks than are added up at a time."""
+    monkeypatch.setattr(place_rows, "_BLOCK", 64)
+    monkeypatch.setattr(place_rows, "_BLOCKS", 2)
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(topk).indices
+    chosen[chosen == 1] = 0
+    want = Permutation.of(chosen, experts, alignment=alignment)
+    with testing.emulated_launches():
+        got = place_rows.place(chosen, experts, alignment, len(want.choices))
+    for name, right in (
+        ("choices", want.choices),
+        ("tokens", want.tokens),
+        ("rows", want.rows.reshape(-1)),
+        ("room", want.counts),
+        ("ends", want.ends),
+    ):
+        assert torch.equal(getattr(got, name), right), name
+        assert getattr(got, name).dtype == right.dtype
+
+
+@pytest.mark.parametrize(("experts", "count"), [(6, 6), (16, 2), (100, 8)])
+def test_best_experts_are_those_of_a_stable_sort(experts, count):
+    """Equal scores, zeros of both signs, infinities and NaN among them."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-3, 4, (40, experts), generator=generator).float()
+    scores[3] *= 1e-40
+    scores[5, ::2], scores[5, 1::2] = 0.0, -0.0
+    scores[6, 1], scores[6, 3], scores[6, 4] = torch.nan, torch.inf, -torch.inf
+    scores[7] = -torch.inf
+    with testing.emulated_launches():
+        got = best_experts.best(scores, count)
+    assert torch.equal(got, best(scores, count))
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize(("senders", "experts"), [(1, 1), (2, 5), (3, 16), (5, 3)])
+def test_rows_that_arrive_are_those_of_a_stable_sort(senders, experts, alignment, monkeypatch):
+    """By sender and expert, some with none; more rows than a program writes at a time."""
+    monkeypatch.setattr(place_rows, "_BLOCK", 64)
+    arriving = torch.randint(90, (senders, experts), generator=torch.Generator().manual_seed(0))
+    arriving[0, 0] = 150
+    arriving[-1, experts // 2] = 0
+    if experts > 2:
+        arriving[:, 2] = 0
+    want = arrivals(arriving, arriving.tolist(), alignment)
+    assert place_rows.arranges(arriving)
+    with testing.emulated_launches():
+        got = place_rows.arrange(arriving, alignment, len(want.rows), len(want.choices))
+    for name, right in (
+        ("choices", want.choices),
+        ("tokens", want.tokens),
+        ("rows", want.rows.reshape(-1)),
+        ("room", want.counts),
+        ("ends", want.ends),
+    ):
+        assert torch.equal(getattr(got, name), right), name
+        assert getattr(got, name).dtype == right.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_that_lie_apart(dtype):
+    """Rows and a number behind each, which travel together: nothing else is written."""
+    generator = torch.Generator().manual_seed(0)
+    x, numbers, index = (
+        torch.randn(9, 40, generator=generator).to(dtype),
+        torch.randn(9, 1),
+        torch.tensor([3, -1, 0, 8]),
+    )
+    for run in ("spread", "sums"):
+        index = index if run == "spread" else index.abs()
+        made = []
+        for kernels in (False, True):
+            whole = torch.full((4, 40 * dtype.itemsize + 16), 7, dtype=torch.uint8)
+            rows, behind = whole[:, : 40 * dtype.itemsize].view(dtype), whole[:, -4:].view(torch.float32)
+            with testing.emulated_launches():
+                if run == "spread":
+                    parts = (permute.spread,) if kernels else (lambda x, i, out: spread(x, i, True, out),)
+                    parts[0](x, index, rows), parts[0](numbers, index, behind)
+                else:
+                    (permute.sums if kernels else sums)(x, index[:, None], None, rows)
+                    (permute.sums if kernels else sums)(numbers, index[:, None], None, behind)
+            made.append(whole)
+        assert torch.equal(*made)
+        assert (made[0][:, 40 * dtype.itemsize : -4] == 7).all()
+
+
+def test_numbers_in_three_parts():
+    x = torch.randn(37, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 20, 24)
+    x[0, :4] = torch.tensor([0.0, -0.0, 1.0, torch.inf])
+    for one in (x, x.t()):
+        with testing.emulated_launches():
+            got = three_parts.three_parts(one)
+        want = logits.three_parts(one)
+        assert torch.equal(got.nan_to_num(9), want.nan_to_num(9))
+        assert got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("kept", [None, True])
+def test_rows_of_one_number(kept):
+    generator = torch.Generator().manual_seed(0)
+    x, index = torch.randn(50, 1, generator=generator), torch.randint(0, 50, (3000,), generator=generator)
+    flags = None if kept is None else torch.rand(3000, 1, generator=generator) < 0.5
+    x[7] = torch.nan
+    if flags is not None:
+        flags[index == 7] = False
+    with testing.emulated_launches():
+        summed = permute.sums(x, index[:, None], flags)
+        picked = permute.spread(x, torch.where(index % 3 > 0, index, -1))
+    assert torch.equal(summed.nan_to_num(9), sums(x, index[:, None], flags).nan_to_num(9))
+    assert torch.equal(picked.nan_to_num(9), torch.where((index % 3 > 0)[:, None], x[index], 0).nan_to_num(9))
 
 
 @pytest.mark.parametrize("width", [99, 132])
@@ -63,6 +179,13 @@ def test_compiled_for_hopper():
         permute.spread(x, index)
         permute.sums(x, index.view(8, 8), torch.ones(8, 8, dtype=torch.bool))
         permute.sums(x, index.view(8, 8), None)
+    with testing.captured_launches() as others:
+        place_rows.place(torch.zeros(64, 8, dtype=torch.int64), 128, 128, 16768)
+        permute.spread(torch.empty(64, 1), index)
+        best_experts.best(torch.empty(64, 128), 8)
+        place_rows.arrange(torch.zeros(8, 64, dtype=torch.int64), 128, 4096, 12288)
+        three_parts.three_parts(torch.empty(64, 128))
+    assert all(testing.resources(testing.compile_launch(launch)).spills == 0 for launch in others)
     for launch in launches:
         used = testing.resources(testing.compile_launch(launch))
         assert used.spills == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from driverless import no_driver
 from megafp8.kernels import (
+    best_experts,
     cross_entropy,
     dequantize,
     gemm,
@@ -22,12 +23,14 @@ from megafp8.kernels import (
     norm_quantize,
     operand_stats,
     permute,
+    place_rows,
     quantize,
     quantize_configs,
     quantize_derive,
     quantize_experts,
     rope,
     swiglu_quantize,
+    three_parts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
@@ -125,6 +128,18 @@ def experts_with_one_scale_each(x):
     )
 
 
+def routing(x):
+    chosen = torch.zeros(64, 4, dtype=torch.int64)
+    return (
+        best_experts.best(x[:, :32].float(), 4),
+        place_rows.place(chosen, 8, 128, 1280),
+        place_rows.arrange(torch.zeros(2, 8, dtype=torch.int64), 128, 256, 1280),
+        three_parts.three_parts(x[:, :32].float()),
+        permute.spread(ones(256, 1), torch.arange(256)),
+        permute.sums(ones(256, 1), torch.arange(256)[:, None], torch.ones(256, 1, dtype=torch.bool)),
+    )
+
+
 def stacks(x):
     data, codes = fp8(3, 64, 96), torch.zeros(3, 64, 3, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     return (
@@ -212,6 +227,7 @@ CASES = {
     "experts": experts,
     "experts with one scale each": experts_with_one_scale_each,
     "stacks": stacks,
+    "routing": routing,
     "heads": heads,
     "loss": loss,
     "monitor": monitor,
@@ -391,13 +407,56 @@ def test_two_devices_have_launches_and_streams_of_their_own(looks):
         assert [one.stream for one in launches[2:]] == [(0, 0), (1, 0)]
 
 
-def test_sizes_that_never_repeat_are_forgotten():
-    with no_driver(), mock.patch.object(launch, "MOST", 4), mock.patch.object(gemm_launch, "MOST", 4):
+def test_sizes_that_never_repeat_are_forgotten(looks):
+    with no_driver(), mock.patch.object(launch, "MOST", 4):
         for tokens in range(1, 12):
             quantize.quantize(source(ALIGNED, 1, (tokens, 128)), BLOCKWISE)
             gemm.gemm_tensorwise(fp8(tokens, 128), fp8(64, 128), ones(1), ones(1))
             assert len(launch.known) <= 4
+            assert len(launch.older) <= 4
             assert len(gemm_launch.repeats) <= 4
+
+    with no_driver(), mock.patch.object(launch, "MOST", 4):  # one that is asked for again stays
+        once = source(ALIGNED, 1)
+        quantize.quantize(once, BLOCKWISE)
+        for tokens in range(1, 12):
+            looks.clear()
+            quantize.quantize(once, BLOCKWISE)
+            assert not looks
+            quantize.quantize(source(ALIGNED, 1, (tokens, 128)), BLOCKWISE)
+
+
+def rows_that_arrive(x):
+    """As many as tokens happen to choose an expert here: what is launched for them without another look."""
+    rows, dy = len(x), x[:, : x.shape[1] // 2].contiguous()
+    buffer, index, options = normal(rows, 600), torch.arange(rows), {"high_precision": True, "weights": ones(rows)}
+    return (
+        permute.spread(x, index),
+        permute.spread(x, index, buffer[:, :512]),
+        permute.spread(ones(rows, 1), index, buffer.view(torch.float32)[:, -1:]),
+        permute.sums(x, index[:, None], None, buffer[:, :512]),
+        swiglu_quantize.swiglu_quantize(x, BLOCKWISE, rowwise=False, **options),
+        swiglu_quantize.swiglu_grad_quantize(dy, x, BLOCKWISE, rowwise=False, colwise=False, **options),
+        quantize_derive.quantize_grouped(x, None, BLOCKWISE, True, True, index=torch.arange(256)),
+        quantize_experts.expert_amaxes(quantize_experts.row_amaxes(x), WHOLE),
+        quantize_experts.quantize_experts(x, WHOLE, TENSOR, True, True, amax=ones(3), index=torch.arange(256)),
+    )
+
+
+@pytest.mark.parametrize("others", [(272, 304), (257, 299), (128, 3072)])
+def test_numbers_of_rows_that_differ(others, looks):
+    """The same launches as by themselves; Triton looks at none that differ in nothing that it compiles for."""
+    first, second = (source(ALIGNED, seed, (rows, 512)) for seed, rows in enumerate(others))
+    with no_driver() as launches, AllKept():
+        rows_that_arrive(second)
+        expected = handed_over(launches, second)
+    with no_driver() as launches, AllKept():
+        for x in (first, source(ALIGNED, 3, (1, 512)), first):
+            rows_that_arrive(x)
+        looks.clear(), launches.clear()
+        rows_that_arrive(second)
+        assert handed_over(launches, second) == expected
+        assert not looks, [kernel.__name__ for kernel in looks]
 
 
 def test_a_wrong_operand_is_refused_though_its_kind_was_launched():

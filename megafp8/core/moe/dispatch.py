@@ -101,17 +101,24 @@ class AllToAll:
     wire: Wire
 
     def send(self, x: Tensor, routing: Routing, weights: Tensor, spec: RowSpec) -> _Moving:
-        """A choice's `copies` rows follow each other; each rank's experts count from 0."""
         here = self.num_experts * self.copies // self.axis.size
+        options = {"drops": routing.drops, "capacity": routing.capacity}
+        outgoing = Permutation.of(self._places(routing, here), self.axis.size * here, **options)
+        move = Exchange.of(self.axis, self.wire, outgoing, x, spec.alignment or 1)
+        weights = weights.repeat_interleave(self.copies, 1) if self.copies > 1 else weights
+        return _Moving(move, exchange.send(x, weights, move), spec)
+
+    def _places(self, routing: Routing, here: int) -> Tensor:
+        """Each choice's expert on each rank that holds a part of it, of `here` on a rank: they count by rank, and a
+        choice's `copies` rows follow each other."""
+        if self.copies == 1:
+            return routing.experts  # numbered so already, and what is dropped is one past the last
         experts = routing.experts[..., None]
         part = torch.arange(self.copies, device=experts.device)
         places = (experts // here * self.copies + part) * here + experts % here
         if routing.drops:
             places = places.where(experts < self.num_experts, self.axis.size * here)
-        options = {"drops": routing.drops, "capacity": routing.capacity}
-        outgoing = Permutation.of(places.flatten(1), self.axis.size * here, **options)
-        move = Exchange.of(self.axis, self.wire, outgoing, x, spec.alignment or 1)
-        return _Moving(move, exchange.send(x, weights.repeat_interleave(self.copies, 1), move), spec)
+        return places.flatten(1)
 
     def receive(self, sent: _Moving) -> ExpertRows:
         rows, weights = exchange.receive(sent.on_the_way, sent.move, sent.spec)

@@ -71,7 +71,7 @@ class _Take(torch.autograd.Function):
         ctx.axis, ctx.order, order = sent.axis, sent.order, sent.order
         source = tokens if sent.quantizer is None else unpack(sent.quantizer, tokens, x.shape[1])
         rows = take_rows(source, order.tokens, spec, x.dtype, order.ends)
-        return rows, spread(all_weights.reshape(-1, 1), order.choices, order.empty).squeeze(1)
+        return rows, spread(all_weights.reshape(-1, 1), order.choices, order.filled).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,6 +8,8 @@ Ranks of the axis hold the experts in turn; with expert tensor parallelism each 
 hold a part of it, whose outputs are parts of a sum. So a token's k choices are k * ETP rows to the sender, and the sum
 over them, in FP32, is the whole output.
 
+A token's weight for an expert, FP32, travels at the end of its row, and so do their gradients: one message for both.
+
 What autograd carries from send to receive is a placeholder of the arriving rows' shape, without memory: their bytes
 travel beside it, in `Exchange`, which one forward and its backward share.
 """
@@ -15,16 +17,20 @@ travel beside it, in `Exchange`, which one forward and its backward share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from megafp8.core.moe.permutation import Permutation, spread, spread_gradient, sums
+from megafp8.core.moe.permutation import Permutation, arrivals, spread, spread_gradient, sums
 from megafp8.core.moe.wire import Wire
-from megafp8.fp8.grouped_rows import RowSpec, pack, take_rows, unpack, unpack_values
+from megafp8.fp8.grouped_rows import RowSpec, pack, row_bytes, take_rows, unpack, unpack_values
 from megafp8.fp8.quantizer import Quantizer
 from megafp8.fp8.tensor import QuantizedTensor
 from megafp8.parallel import Axis, Pending
+
+WEIGHT = 4
+"""Bytes of a token's weight for an expert, or of that weight's gradient, which travel at the end of the row's."""
 
 
 @dataclass
@@ -45,19 +51,27 @@ class Exchange:
     dtype: torch.dtype
     moving: list[tuple[Tensor, Pending]] = field(default_factory=list)
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a token's row on its way to an expert."""
+        quantizer = self.wire.tokens
+        return self.gradient_bytes if quantizer is None else row_bytes(quantizer, self.hidden)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of that row's gradient."""
+        return self.hidden * self.dtype.itemsize
+
     @staticmethod
     def of(axis: Axis, wire: Wire, outgoing: Permutation, x: Tensor, alignment: int) -> Exchange:
         """Tells all ranks how many rows come, by expert; waits for the numbers, the only wait for the device."""
         counts = outgoing.counts.view(axis.size, -1)
         arriving, pending = axis.post_deal(counts, [1] * axis.size, [1] * axis.size)
         pending.wait()
-        room = (arriving.sum(0) + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
-        *numbers, total = torch.cat([counts.sum(1), arriving.sum(1), room.sum()[None]]).tolist()
-        sent, received = numbers[: axis.size], numbers[axis.size :]
-        experts = torch.arange(counts.shape[1], device=counts.device).repeat(axis.size)
-        rows = experts.repeat_interleave(arriving.view(-1), output_size=sum(received))
-        incoming = Permutation.of(rows[:, None], counts.shape[1], alignment=alignment)
-        return Exchange(axis, wire, outgoing.cut(sum(sent)), incoming.cut(total), sent, received, x.shape[1], x.dtype)
+        leave, come = torch.stack([counts, arriving]).tolist()
+        sent, received = ([sum(of_rank) for of_rank in numbers] for numbers in (leave, come))
+        incoming = arrivals(arriving, come, alignment)
+        return Exchange(axis, wire, outgoing.cut(sum(sent)), incoming, sent, received, x.shape[1], x.dtype)
 
     def post(self, rows: Tensor, *, back: bool = False) -> None:
         """Starts to send rows to the experts, or what came of them back."""
@@ -71,52 +85,84 @@ class Exchange:
         return rows
 
     def placeholder(self, like: Tensor, *shape: int) -> Tensor:
-        return like.new_zeros(()).expand(shape)
+        return _nothing(like.dtype, like.device).expand(shape)
 
 
-def _packed_rows(x: Tensor, exchange: Exchange, quantizer: Quantizer | None) -> Tensor:
-    """The rows of `x` [T, hidden] that leave; in FP8 each token is quantized once."""
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One zero that stands for rows whose bytes travel beside autograd: nobody reads or writes it, so all streams and
+    steps may share it, and none is filled each time."""
+    with torch.inference_mode(False):  # made in an evaluation, it is there for training as well
+        return torch.zeros((), dtype=dtype, device=device)
+
+
+def _joined(rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for rows of `width` bytes and a number each, which travel as one message: all of it as bytes, the rows'
+    part as bytes, and the numbers, FP32 [rows, 1]. Each row begins at a multiple of 16 bytes."""
+    whole = torch.empty(rows, joined_bytes(width), dtype=torch.uint8, device=like.device)
+    return whole, *_parted(whole, width)
+
+
+def joined_bytes(width: int) -> int:
+    """Bytes of a row of `width` bytes that travels with a number."""
+    return -(-(width + WEIGHT) // 16) * 16
+
+
+def _parted(whole: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of what `_joined` made, or what has arrived of it: the rows as bytes, and the numbers."""
+    return whole[:, :width], whole[:, -WEIGHT:].view(torch.float32)
+
+
+def _packed_rows(x: Tensor, exchange: Exchange, quantizer: Quantizer | None, out: Tensor | None = None) -> Tensor:
+    """The rows of `x` [T, hidden] that leave; in FP8 each token is quantized once. out: receives their bytes."""
     tokens, filled = exchange.outgoing.tokens, exchange.outgoing.filled
     if quantizer is None:
-        return spread(x, tokens, exchange.outgoing.empty)
+        return spread(x, tokens, filled, None if out is None else out.view(x.dtype))
     if filled:  # rows that fill up are those of a token of zeros
         x, tokens = torch.nn.functional.pad(x, (0, 0, 0, 1)), tokens.where(tokens >= 0, len(x))
-    return spread(pack(quantizer.quantize(x, rowwise=True).rowwise), tokens, None)
+    return spread(pack(quantizer.quantize(x, rowwise=True).rowwise), tokens, False, out)
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weights: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
-        ctx.exchange, rows = exchange, sum(exchange.received)
-        exchange.post(_packed_rows(x, exchange, exchange.wire.tokens))
-        exchange.post(spread(weights.reshape(-1, 1), exchange.outgoing.choices, exchange.outgoing.empty))
+        ctx.exchange, rows, order = exchange, sum(exchange.received), exchange.outgoing
+        whole, packed, numbers = _joined(len(order.choices), exchange.row_bytes, x)
+        _packed_rows(x, exchange, exchange.wire.tokens, packed)
+        spread(weights.reshape(-1, 1), order.choices, order.filled, numbers)
+        exchange.post(whole)
         return exchange.placeholder(x, rows, exchange.hidden), exchange.placeholder(weights, rows)
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         exchange, order = ctx.exchange, ctx.exchange.outgoing
-        dx = sums(exchange.arrived(), order.rows, order.kept)
+        rows, numbers = _parted(exchange.arrived(), exchange.gradient_bytes)
+        dx = sums(rows.view(exchange.dtype), order.rows, order.kept)
         each = order.rows.reshape(-1, 1), None if order.kept is None else order.kept.reshape(-1, 1)
-        return dx, sums(exchange.arrived(), *each).view(order.rows.shape), None
+        return dx, sums(numbers, *each).view(order.rows.shape), None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, exchange: Exchange, spec: RowSpec) -> tuple[Tensor, Tensor]:
-        ctx.exchange, order = exchange, exchange.incoming
-        arrived = exchange.arrived()
-        if exchange.wire.tokens is not None:
-            arrived = unpack(exchange.wire.tokens, arrived, exchange.hidden)
+        ctx.exchange, order, quantizer = exchange, exchange.incoming, exchange.wire.tokens
+        arrived, numbers = _parted(exchange.arrived(), exchange.row_bytes)
+        if quantizer is not None:
+            arrived = unpack(quantizer, arrived, exchange.hidden)
+        else:
+            arrived = arrived.view(exchange.dtype)
         x = take_rows(arrived, order.choices, spec, exchange.dtype, order.ends)
-        return x, spread(exchange.arrived(), order.choices, order.empty).squeeze(1)
+        return x, spread(numbers, order.choices, order.filled).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        exchange = ctx.exchange
-        back = sums(grad_rows, exchange.incoming.rows, None), sums(grad_weights[:, None], exchange.incoming.rows, None)
-        for part in back:
-            exchange.post(part, back=True)
-        return back[0], back[1].squeeze(1), None, None
+        exchange, rows = ctx.exchange, ctx.exchange.incoming.rows
+        whole, packed, numbers = _joined(len(rows), exchange.gradient_bytes, grad_rows)
+        sums(grad_rows, rows, None, packed.view(exchange.dtype))
+        sums(grad_weights[:, None], rows, None, numbers)
+        exchange.post(whole, back=True)
+        of_rows = exchange.placeholder(grad_rows, len(rows), exchange.hidden)
+        return of_rows, exchange.placeholder(grad_weights, len(rows)), None, None
 
 
 class _SendBack(torch.autograd.Function):
@@ -135,7 +181,7 @@ class _SendBack(torch.autograd.Function):
             return take_rows(rows, order.choices, wanted, exchange.dtype), None, None
         if quantizer is not None:
             arrived = unpack_values(quantizer, arrived, exchange.hidden, exchange.dtype)
-        return spread_gradient(arrived, order.choices, order.empty, wanted, order.ends), None, None
+        return spread_gradient(arrived, order.choices, order.filled, wanted, order.ends), None, None
 
 
 class _ReceiveBack(torch.autograd.Function):

@@ -111,7 +111,7 @@ class _There(torch.autograd.Function):
         order = Permutation.of(chosen, trip.here, drops=True, alignment=trip.spec.alignment or 1)
         ctx.trip, trip.order = trip, order.cut(int(order.counts.sum()))
         rows = take_rows(tokens, trip.order.tokens, trip.spec, x.dtype, trip.order.ends)
-        return rows, spread(of_tokens.reshape(-1, 1), trip.order.choices, trip.order.empty).squeeze(1)
+        return rows, spread(of_tokens.reshape(-1, 1), trip.order.choices, trip.order.filled).squeeze(1)
 
     @staticmethod
     def backward(ctx, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:

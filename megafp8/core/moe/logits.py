@@ -7,6 +7,9 @@ into three BF16 numbers, whose sum it is, it is multiplied in the same way.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -44,8 +47,20 @@ def _exact_in_bf16(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32 and x.numel() > 0
 
 
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        from megafp8.kernels import three_parts
+    except ImportError:
+        return None
+    return three_parts
+
+
 def three_parts(x: Tensor) -> Tensor:
     """BF16 [T, 3 E] from FP32 `x` [T, E]: three numbers of 8 bits each, side by side, whose sum is x's of 24."""
+    kernels = _kernels() if x.is_cuda and x.dtype == torch.float32 else None
+    if kernels is not None:
+        return kernels.three_parts(x)
     first = x.bfloat16()
     rest = x - first
     second = rest.bfloat16()

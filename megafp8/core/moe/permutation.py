@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from megafp8.core.moe.routing import count_tokens
 from megafp8.fp8 import backend
 from megafp8.fp8.grouped_rows import RowSpec, take_rows
 from megafp8.fp8.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from megafp8.kernels.place_rows import Placed
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class Permutation:
     ) -> Permutation:
         """experts: int64 [T, k]. drops: choices may be E, dropped. capacity: rows that each expert is filled up to.
         alignment: each expert's rows are filled up to a multiple of it."""
+        filled, most = alignment > 1 and capacity is None, min(num_experts, experts.numel())
+        total = (experts.numel() + most * (alignment - 1)) // alignment * alignment
+        if capacity is None and not drops and (placed := _placed(experts, num_experts, alignment, total)) is not None:
+            rows = placed.rows.view(experts.shape)
+            return _known(Permutation(placed.choices, rows, placed.room, None, filled), placed)
         choices = experts.reshape(-1).argsort(stable=True)
         rows = torch.empty_like(choices)
         rows[choices] = torch.arange(choices.numel(), device=choices.device)
@@ -58,13 +67,15 @@ class Permutation:
             kept = experts < num_experts
         else:
             room = (counts + (alignment - 1)).div(alignment, rounding_mode="floor") * alignment
-            total = (choices.numel() + min(num_experts, choices.numel()) * (alignment - 1)) // alignment * alignment
         return _filled_up(experts, rows, counts, kept, room, total)
 
     def cut(self, total: int) -> Permutation:
         """Without the rows from `total` on, which are nobody's."""
         rows = self.rows if self.kept is None else self.rows.where(self.kept, 0)
-        return replace(self, choices=self.choices[:total], rows=rows)
+        order = replace(self, choices=self.choices[:total], rows=rows)
+        known = {name: vars(self)[name] for name in ("tokens", "ends") if name in vars(self)}
+        vars(order).update({name: value[:total] if name == "tokens" else value for name, value in known.items()})
+        return order
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -72,14 +83,40 @@ class Permutation:
         return self.choices.div(self.rows.shape[1], rounding_mode="floor")
 
     @cached_property
-    def empty(self) -> Tensor | None:
-        """Which rows fill up, bool [R]; None: none."""
-        return self.choices < 0 if self.filled else None
-
-    @cached_property
     def ends(self) -> Tensor:
         """int32 [E]: one past each expert's last row."""
         return self.counts.cumsum(0).to(torch.int32)
+
+
+def _placed(experts: Tensor, num_experts: int, alignment: int, total: int) -> Placed | None:
+    """The rows of all choices by the kernels; None where there are none for it."""
+    kernels = backend.place_kernels() if experts.is_cuda and experts.numel() else None
+    if kernels is None or num_experts > kernels.MOST_EXPERTS:
+        return None
+    return kernels.place(experts, num_experts, alignment, total)
+
+
+def arrivals(arriving: Tensor, numbers: list[list[int]], alignment: int) -> Permutation:
+    """Of rows that arrive by sender and expert, each row one choice.
+
+    arriving: int64 [senders, E], how many. numbers: the same, known to the host. alignment: as in `Permutation.of`.
+    """
+    of_experts = [sum(column) for column in zip(*numbers, strict=True)]
+    count, total = sum(of_experts), sum(-(-number // alignment) * alignment for number in of_experts)
+    filled, kernels = alignment > 1, backend.place_kernels() if arriving.is_cuda and count else None
+    if kernels is not None and kernels.arranges(arriving):
+        placed = kernels.arrange(arriving, alignment, count, total)
+        return _known(Permutation(placed.choices, placed.rows[:, None], placed.room, None, filled), placed)
+    senders, experts = arriving.shape
+    each = torch.arange(experts, device=arriving.device).repeat(senders)
+    rows = each.repeat_interleave(arriving.reshape(-1), output_size=count)
+    return Permutation.of(rows[:, None], experts, alignment=alignment).cut(total)
+
+
+def _known(order: Permutation, placed: Placed) -> Permutation:
+    """With what is otherwise worked out when it is asked for."""
+    vars(order).update(tokens=placed.tokens, ends=placed.ends)
+    return order
 
 
 def _filled_up(
@@ -99,7 +136,7 @@ def _filled_up(
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
     """x: [T, h]; returns [R, h], rows by expert."""
-    return _Spread.apply(x, order.tokens, order.rows, order.kept, order.empty)
+    return _Spread.apply(x, order.tokens, order.rows, order.kept, order.filled)
 
 
 def combine(y: Tensor, order: Permutation, gradient: RowSpec | None = None) -> Tensor:
@@ -107,41 +144,48 @@ def combine(y: Tensor, order: Permutation, gradient: RowSpec | None = None) -> T
 
     gradient: how y's gradient is wanted; None: in y's dtype.
     """
-    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.empty, gradient, order.ends)
+    return _Gather.apply(y, order.tokens, order.rows, order.kept, order.filled, gradient, order.ends)
 
 
 def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
     """weights: [T, k]; returns [R]."""
     flat = weights.reshape(-1, 1)
     kept = None if order.kept is None else order.kept.reshape(-1, 1)
-    return _Spread.apply(flat, order.choices, order.rows.reshape(-1, 1), kept, order.empty).squeeze(1)
+    return _Spread.apply(flat, order.choices, order.rows.reshape(-1, 1), kept, order.filled).squeeze(1)
 
 
-def spread(x: Tensor, index: Tensor, empty: Tensor | None) -> Tensor:
-    """Rows `index` of x; zeros where `empty` (where the index is negative) says so."""
+def spread(x: Tensor, index: Tensor, filled: bool, out: Tensor | None = None) -> Tensor:
+    """Rows `index` of x; filled: some are negative, and get zeros. out: receives the rows, which may lie apart."""
     kernels = backend.row_kernels() if x.is_cuda else None
     if kernels is not None and kernels.supports(x):
-        return kernels.spread(x, index)
+        return kernels.spread(x, index, out)
     rows = x[index]
-    return rows if empty is None else rows.masked_fill_(empty[:, None], 0)
+    rows = rows.masked_fill_((index < 0)[:, None], 0) if filled else rows
+    return rows if out is None else out.copy_(rows)
 
 
 def spread_gradient(
-    x: Tensor, index: Tensor, empty: Tensor | None, wanted: RowSpec | None, ends: Tensor
+    x: Tensor, index: Tensor, filled: bool, wanted: RowSpec | None, ends: Tensor
 ) -> Tensor | QuantizedTensor:
     """`spread`, as `wanted`: then rows are quantized on the way, and never written in high precision."""
     if wanted is None:
-        return spread(x, index, empty)
+        return spread(x, index, filled)
     return take_rows(x, index, wanted, x.dtype, ends, derives=False)
 
 
-def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
-    """[T, h]: the sum over each line of `rows` [T, k] of these rows of y, in FP32; only of those that are `kept`."""
+def sums(y: Tensor, rows: Tensor, kept: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """[T, h]: the sum over each line of `rows` [T, k] of these rows of y, in FP32; only of those that are `kept`. out:
+    receives them, in rows that may lie apart."""
     if not len(y):
-        return y.new_zeros(len(rows), y.shape[1])
+        return y.new_zeros(len(rows), y.shape[1]) if out is None else out.zero_()
     kernels = backend.row_kernels() if y.is_cuda else None
     if kernels is not None and kernels.supports(y):
-        return kernels.sums(y, rows.contiguous(), kept)
+        return kernels.sums(y, rows.contiguous(), kept, out)
+    total = _sums(y, rows, kept)
+    return total if out is None else out.copy_(total)
+
+
+def _sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
     picked = y[rows.reshape(-1)].view(*rows.shape, y.shape[1])
     if rows.shape[1] == 1 and kept is None:
         return picked.squeeze(1)
@@ -152,9 +196,9 @@ def sums(y: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, tokens: Tensor, rows: Tensor, kept: Tensor | None, empty: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, tokens: Tensor, rows: Tensor, kept: Tensor | None, filled: bool) -> Tensor:
         ctx.save_for_backward(rows, kept)
-        return spread(x, tokens, empty)
+        return spread(x, tokens, filled)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -169,16 +213,16 @@ class _Gather(torch.autograd.Function):
         tokens: Tensor,
         rows: Tensor,
         kept: Tensor | None,
-        empty: Tensor | None,
+        filled: bool,
         gradient: RowSpec | None,
         ends: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(tokens, empty, ends)
-        ctx.gradient = gradient
+        ctx.save_for_backward(tokens, ends)
+        ctx.filled, ctx.gradient = filled, gradient
         return sums(y, rows, kept)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, empty, ends = ctx.saved_tensors
-        rows = spread_gradient(grad_output, tokens, empty, ctx.gradient, ends)
+        tokens, ends = ctx.saved_tensors
+        rows = spread_gradient(grad_output, tokens, ctx.filled, ctx.gradient, ends)
         return rows, None, None, None, None, None, None

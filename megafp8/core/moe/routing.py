@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megafp8.config.model import ModelConfig
+from megafp8.fp8 import backend
 
 TINY = 1e-20
 """Keeps a sum of sigmoid scores off zero."""
@@ -81,6 +82,9 @@ def choose(
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Numbers of the `count` largest of each row; `topk` leaves the order of equal ones open."""
+    kernels = backend.choice_kernels() if scores.is_cuda else None
+    if kernels is not None and kernels.supports(scores):
+        return kernels.best(scores, count)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
