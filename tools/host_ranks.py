@@ -22,7 +22,7 @@ from unittest import mock
 import bench_layer_memory
 import torch
 from driverless import no_driver
-from megafp8.kernels import best_experts, place_rows
+from megafp8.kernels import best_experts, place_rows, zeros
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -46,7 +46,7 @@ LAYOUTS = {
     "ep2-fp8": f"{EXPERTS} --expert-model-parallel-size 2 --moe-fp8-dispatch",
 }
 
-PACKAGE = Path(lone.__file__).parent
+PACKAGE, KERNELS = Path(lone.__file__).parent, Path(zeros.__file__).parent
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
 """Operations that run nothing on a device, besides views."""
 STANDS = ("megafp8/lone.py", "kernels/zeros.py")
@@ -87,7 +87,7 @@ def _line() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if PACKAGE in path.parents:
+        if PACKAGE in path.parents or KERNELS in path.parents:
             return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"

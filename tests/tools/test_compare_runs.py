@@ -307,7 +307,7 @@ def test_bytes_are_those_of_a_rank_of_the_layout(tmp_path, capsys):
 @pytest.mark.parametrize("kept", [(), ("attention.qkv", "attention.proj")])
 def test_what_was_in_fp8_is_so_in_another_layout(tmp_path, kept):
     """Sizes may be too small for FP8 there alone, and a run of before the flag left out none."""
-    size = ("--hidden-size", "512", "--ffn-hidden-size", "2048", "--seq-length", "512", "--global-batch-size", "4")
+    size = ("--hidden-size", "512", "--ffn-hidden-size", "3584", "--seq-length", "512", "--global-batch-size", "4")
     argv = flags(tmp_path / "gone", "--bf16", "--fp8-format", "e4m3", *size, "--max-position-embeddings", "512")
     config = with_vocab_size(parse_args(argv, env={}, check_files=False), 300)
     assert config.fp8.small_linears_in_bf16 == ("attention.qkv", "attention.proj")
