@@ -179,9 +179,11 @@ class Axis:
     def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
         """`post_gather` of several tensors as one message, on more than one rank; they are kept until it is there."""
         self.count("gather", *parts)
+        if parts[0].is_cuda and dist.get_backend(self.group) != "nccl":  # gloo's can't read a GPU's memory
+            return [replace(self, meter=None).gather(x) for x in parts], DONE
         outs = [x.new_empty(self.size * x.shape[0], *x.shape[1:]) for x in parts]
         raw = ([x.view(torch.uint8) for x in side] for side in (outs, parts))  # what travels together has one dtype
-        # As PyTorch's coalescing manager does; on NCCL a group of all-gathers in one launch, with one work.
+        # PyTorch's coalescing manager does this; on NCCL it is one launch of all of them, with one work.
         return outs, _posted(self.group.allgather_into_tensor_coalesced(*raw))
 
     def post_scatter_sum(self, x: Tensor) -> tuple[Tensor, Pending]:
@@ -318,10 +320,8 @@ def _barrier() -> None:
 
 
 def abandon_parallel() -> None:
-    """For the way out of a mistake: waits for nobody.
-
-    A process that ends with gloo's threads at work may hang or abort. NCCL's groups may wait for others: they are left.
-    """
+    """For the way out of a mistake: waits for nobody. A process that ends with gloo's threads at work may hang or abort;
+    NCCL's groups may wait for others, and are left."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
