@@ -320,7 +320,7 @@ def _barrier() -> None:
 
 
 def abandon_parallel() -> None:
-    """For the way out of a mistake: waits for nobody. A process that ends with gloo's threads at work may hang or abort;
+    """For the way out of a mistake: waits for nobody. A process that ends while gloo's threads work may hang or abort;
     NCCL's groups may wait for others, and are left."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
