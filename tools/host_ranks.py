@@ -163,13 +163,6 @@ def _zeros(device: torch.device, count: int = 1) -> Tensor:
     return torch.empty(count)
 
 
-def _pick_and_quantize(x, index, spec, colwise, derived):
-    kernels = backend._kernels()
-    if spec.tile.kind != "1d" or spec.tile.block not in (16, 32, 64, 128):
-        return None
-    return kernels[1].quantize_grouped(x, None, spec, True, colwise, index=index, derived=derived)
-
-
 @contextmanager
 def pretending(products: Counter[str]) -> Iterator[None]:
     """Inside, tensors say that they are on a GPU."""
@@ -179,7 +172,6 @@ def pretending(products: Counter[str]) -> Iterator[None]:
             (torch.Tensor, "is_cuda", property(lambda x: True)),
             (lone.Copying, "timed", lambda copying, x: nullcontext()),
             (backend, "zero", _zeros),
-            (backend, "pick_and_quantize", _pick_and_quantize),
             (torch, "mm", stands.mm(torch.mm)),
             (torch, "addmm", stands.mm(torch.addmm)),
             (torch.Tensor, "__matmul__", lambda a, b: stands.matmul(a, b)),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -14,20 +14,19 @@ from megafp8.fp8.formats import OperandSpec, Tile
 
 
 @cache
-def _kernels() -> tuple[ModuleType, ModuleType] | None:
-    """(dequantize, quantize_derive); None where Triton is not installed."""
+def kernels(name: str) -> ModuleType | None:
+    """That module of `kernels/`, imported when it is first asked for; None where Triton is not installed."""
     try:
-        from megafp8.kernels import dequantize, quantize_derive
+        return import_module(f"megafp8.kernels.{name}")
     except ImportError:
         return None
-    return dequantize, quantize_derive
 
 
 def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype = torch.float32) -> Tensor:
     """`reference.dequantize`, of one operand or of a stack of them, `[G, M, K]` with scales `[G, ...]`."""
-    kernels = _kernels() if data.is_cuda else None
-    if kernels is not None and kernels[0].supports(data, scale_inv):
-        return kernels[0].dequantize(data, scale_inv, tile, dtype)
+    own = kernels("dequantize") if data.is_cuda else None
+    if own is not None and own.supports(data, scale_inv):
+        return own.dequantize(data, scale_inv, tile, dtype)
     if data.dim() == 3:
         return torch.stack([reference.dequantize(*one, tile, dtype) for one in zip(data, scale_inv, strict=True)])
     return reference.dequantize(data, scale_inv, tile, dtype)
@@ -35,102 +34,54 @@ def dequantize(data: Tensor, scale_inv: Tensor, tile: Tile, dtype: torch.dtype =
 
 def flip(data: Tensor, scale_inv: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
     """`reference.flip`."""
-    kernels = _kernels() if data.is_cuda else None
-    if kernels is None:
+    own = kernels("quantize_derive") if data.is_cuda else None
+    if own is None:
         return reference.flip(data, scale_inv, tile)
-    return kernels[1].transpose(data), (scale_inv if tile.kind == "tensor" else scale_inv.t())
+    return own.transpose(data), (scale_inv if tile.kind == "tensor" else scale_inv.t())
 
 
 def transpose(data: Tensor) -> Tensor:
     """`reference.transpose`."""
-    kernels = _kernels() if data.is_cuda else None
-    return reference.transpose(data) if kernels is None else kernels[1].transpose(data)
+    own = kernels("quantize_derive") if data.is_cuda else None
+    return reference.transpose(data) if own is None else own.transpose(data)
 
 
 def transpose_each(data: Tensor) -> Tensor:
     """`reference.transpose` of each of `[G, N, K]`: `[G, K, N]`."""
-    kernels = _kernels() if data.is_cuda else None
-    if kernels is not None:
-        return kernels[1].transpose(data)
+    own = kernels("quantize_derive") if data.is_cuda else None
+    if own is not None:
+        return own.transpose(data)
     return data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
 
 
 def derive_colwise(data: Tensor, scale_inv: Tensor, spec: OperandSpec) -> tuple[Tensor, Tensor]:
     """`reference.derive_colwise`."""
-    kernels = _kernels() if data.is_cuda else None
-    if kernels is None or spec.tile.block not in (16, 32, 64, 128):
+    own = kernels("quantize_derive") if data.is_cuda else None
+    if own is None or spec.tile.block not in (16, 32, 64, 128):
         return reference.derive_colwise(data, scale_inv, spec)
-    return kernels[1].derive_colwise(data, scale_inv, spec)
-
-
-@cache
-def _fresh_zeros() -> Callable[[int, torch.dtype, torch.device], Tensor] | None:
-    try:
-        from megafp8.kernels.zeros import zeros
-    except ImportError:
-        return None
-    return zeros
+    return own.derive_colwise(data, scale_inv, spec)
 
 
 def zero(device: torch.device, count: int = 1) -> Tensor:
     """FP32 [count], zeros, on the current stream: places for amaxes."""
-    make = _fresh_zeros() if device.type == "cuda" else None
-    if make is None:
+    own = kernels("zeros") if device.type == "cuda" else None
+    if own is None:
         return torch.zeros(count, dtype=torch.float32, device=device)
-    return make(count, torch.float32, device)
-
-
-@cache
-def row_kernels() -> ModuleType | None:
-    """Rows copied and summed by index; None where Triton is not installed."""
-    try:
-        from megafp8.kernels import permute
-    except ImportError:
-        return None
-    return permute
-
-
-@cache
-def choice_kernels() -> ModuleType | None:
-    """The largest scores of tokens; None where Triton is not installed."""
-    try:
-        from megafp8.kernels import best_experts
-    except ImportError:
-        return None
-    return best_experts
-
-
-@cache
-def place_kernels() -> ModuleType | None:
-    """Rows found for the choices of tokens; None where Triton is not installed."""
-    try:
-        from megafp8.kernels import place_rows
-    except ImportError:
-        return None
-    return place_rows
-
-
-@cache
-def _expert_kernels() -> ModuleType | None:
-    try:
-        from megafp8.kernels import quantize_experts
-    except ImportError:
-        return None
-    return quantize_experts
+    return own.zeros(count, torch.float32, device)
 
 
 def expert_kernels(x: Tensor, block: int) -> ModuleType | None:
     """Kernels for one scale an expert; None where there are none for `x`, or for experts that begin at multiples of
     `block` rows."""
-    kernels = _expert_kernels() if x.is_cuda else None
-    return kernels if kernels is not None and block % kernels.ALIGNMENT == 0 else None
+    own = kernels("quantize_experts") if x.is_cuda else None
+    return own if own is not None and block % own.ALIGNMENT == 0 else None
 
 
 def pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
     """Rows `index` (int64) of `x [T, K]`, `fill` where that is negative."""
-    kernels = row_kernels() if x.is_cuda and not fill else None
-    if kernels is not None and len(x) and kernels.supports(x):
-        return kernels.spread(x, index)
+    own = kernels("permute") if x.is_cuda and not fill else None
+    if own is not None and len(x) and own.supports(x):
+        return own.spread(x, index)
     if not len(x):
         return x.new_full((len(index), *x.shape[1:]), fill)
     return x[index.clamp(min=0)].masked_fill_((index < 0)[:, None], fill)
@@ -138,11 +89,11 @@ def pick(x: Tensor, index: Tensor, fill: float = 0) -> Tensor:
 
 def together(data: Tensor) -> Tensor:
     """FP8 rows that lie apart, copied together."""
-    kernels = row_kernels() if data.is_cuda else None
-    if kernels is None:
+    own = kernels("permute") if data.is_cuda else None
+    if own is None:
         return data.view(torch.uint8).contiguous().view(data.dtype)
     rows = torch.arange(len(data), device=data.device)
-    return kernels.spread(data.view(torch.uint8), rows).view(data.dtype)
+    return own.spread(data.view(torch.uint8), rows).view(data.dtype)
 
 
 def pick_and_quantize(
@@ -152,8 +103,7 @@ def pick_and_quantize(
 
     derived: the colwise copy comes from the rowwise bytes. None where no kernel does it in one pass.
     """
-    device = (x if isinstance(x, Tensor) else x[0]).device
-    kernels = _kernels() if device.type == "cuda" else None
-    if kernels is None or spec.tile.kind != "1d" or spec.tile.block not in (16, 32, 64, 128):
+    own = kernels("quantize_derive") if (x if isinstance(x, Tensor) else x[0]).is_cuda else None
+    if own is None or spec.tile.kind != "1d" or spec.tile.block not in (16, 32, 64, 128):
         return None
-    return kernels[1].quantize_grouped(x, None, spec, True, colwise, index=index, derived=derived)
+    return own.quantize_grouped(x, None, spec, True, colwise, index=index, derived=derived)

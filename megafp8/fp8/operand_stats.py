@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megafp8.fp8 import backend
 from megafp8.fp8.formats import FORMATS, Format, Tile, decode_scale
 from megafp8.fp8.storage import Quantized, QuantizedStorage
 
@@ -37,18 +37,8 @@ def beyond(form: Format) -> float:
     return form.fmax + HALF_STEP[form.name]
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    """None where Triton is not installed."""
-    try:
-        from megafp8.kernels import operand_stats
-    except ImportError:
-        return None
-    return operand_stats
-
-
 def _kernels_for(data: Tensor) -> ModuleType | None:
-    return _kernels() if data.is_cuda else None
+    return backend.kernels("operand_stats") if data.is_cuda else None
 
 
 @dataclass

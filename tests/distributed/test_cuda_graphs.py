@@ -8,6 +8,7 @@ import pytest
 
 from tests.distributed.layouts import LLAMA, Layout, run_layout
 from tests.distributed.test_overlap import GATHER, SMALL_BUCKETS, same
+from tests.training.graph_steps import LATENT
 
 GRAPHS = {"cuda_graph_impl": "local"}
 BF16 = {"bf16": True}
@@ -20,17 +21,6 @@ VALUES = {
     "delayed": DELAYED,
 }
 TP, SP, CHUNKS = Layout(tp=2), Layout(tp=2, sp=True), Layout(tp=2, sp=True, overlap=True)
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 16,
-    "group_query_attention": False,
-    "num_query_groups": None,
-    "add_qkv_bias": False,
-}
 TENSOR = {
     "bf16": (BF16, TP),
     "bf16, tokens cut": (BF16, SP),
@@ -42,7 +32,7 @@ TENSOR = {
     "tensorwise, in chunks": (TENSORWISE, CHUNKS),
     "delayed, tokens cut": (DELAYED, SP),
     "mxfp8, tokens cut": (BLOCKWISE | {"fp8_recipe": "mxfp8"}, SP),
-    "latent, tokens cut": (BLOCKWISE | LATENT, SP),
+    "latent, tokens cut": (BLOCKWISE | LATENT | {"add_qkv_bias": False}, SP),
 }
 
 

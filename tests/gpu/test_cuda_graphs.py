@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, differing, train
+from tests.training.graph_steps import GPT2, GRAPHS, LATENT, RECIPES, Run, addresses, differing, train
 
 CUDA = torch.device("cuda")
 SMALL = {"hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 128}
@@ -14,24 +14,15 @@ WIDE |= {"fp8_small_linears": "fp8"}
 MODELS = {
     "qk norms": {"qk_layernorm": True},
     "window": {"window_size": "31,0"},
-    "gpt2": {
-        "normalization": "LayerNorm",
-        "position_embedding_type": "learned_absolute",
-        "swiglu": False,
-        "add_bias_linear": True,
-        "group_query_attention": False,
-        "num_query_groups": None,
-    },
-    "latent": {
-        "multi_latent_attention": True,
+    "gpt2": GPT2,
+    "latent": LATENT
+    | {
         "qk_layernorm": True,
         "q_lora_rank": 96,
         "kv_lora_rank": 64,
         "qk_head_dim": 64,
         "qk_pos_emb_head_dim": 32,
         "v_head_dim": 64,
-        "group_query_attention": False,
-        "num_query_groups": None,
     },
 }
 

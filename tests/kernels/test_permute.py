@@ -14,6 +14,18 @@ from tests.kernels import testing
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU that is here")
 
 
+def assert_placed(got: place_rows.Placed, want: Permutation) -> None:
+    for name, right in (
+        ("choices", want.choices),
+        ("tokens", want.tokens),
+        ("rows", want.rows.reshape(-1)),
+        ("room", want.counts),
+        ("ends", want.ends),
+    ):
+        assert torch.equal(getattr(got, name), right), name
+        assert getattr(got, name).dtype == right.dtype
+
+
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equal_the_plain_functions(dtype, drops):
@@ -43,15 +55,7 @@ def test_rows_are_those_of_a_stable_sort(tokens, topk, experts, alignment, monke
     want = Permutation.of(chosen, experts, alignment=alignment)
     with testing.emulated_launches():
         got = place_rows.place(chosen, experts, alignment, len(want.choices))
-    for name, right in (
-        ("choices", want.choices),
-        ("tokens", want.tokens),
-        ("rows", want.rows.reshape(-1)),
-        ("room", want.counts),
-        ("ends", want.ends),
-    ):
-        assert torch.equal(getattr(got, name), right), name
-        assert getattr(got, name).dtype == right.dtype
+    assert_placed(got, want)
 
 
 @pytest.mark.parametrize(("experts", "count"), [(6, 6), (16, 2), (100, 8)])
@@ -82,15 +86,7 @@ def test_rows_that_arrive_are_those_of_a_stable_sort(senders, experts, alignment
     assert place_rows.arranges(arriving)
     with testing.emulated_launches():
         got = place_rows.arrange(arriving, alignment, len(want.rows), len(want.choices))
-    for name, right in (
-        ("choices", want.choices),
-        ("tokens", want.tokens),
-        ("rows", want.rows.reshape(-1)),
-        ("room", want.counts),
-        ("ends", want.ends),
-    ):
-        assert torch.equal(getattr(got, name), right), name
-        assert getattr(got, name).dtype == right.dtype
+    assert_placed(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

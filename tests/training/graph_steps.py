@@ -39,6 +39,21 @@ MODEL = {
     "add_bias_linear": False,
     "bf16": True,
 }
+UNGROUPED = {"group_query_attention": False, "num_query_groups": None}
+GPT2 = UNGROUPED | {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "swiglu": False,
+    "add_bias_linear": True,
+}
+LATENT = UNGROUPED | {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 PRIMARY = {"use_distributed_optimizer": True, "fp8_param_gather": True}
 DELAYED = {"fp8_format": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 3}
 RECIPES = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.training.graph_steps import GRAPHS, RECIPES, Run, addresses, build, differing, train
+from tests.training.graph_steps import GPT2, GRAPHS, LATENT, RECIPES, Run, addresses, build, differing, train
 from tests.training.recorded_ops import RecordedOps
 from tests.training.runs import flags, metrics, run, tensors, write_corpus
 
@@ -11,26 +11,8 @@ CPU = torch.device("cpu")
 SMALL = {"num_layers": 2, "global_batch_size": 6}
 MODELS = {
     "qk norms, window": {"qk_layernorm": True, "window_size": "7,0"},
-    "gpt2": {
-        "normalization": "LayerNorm",
-        "position_embedding_type": "learned_absolute",
-        "swiglu": False,
-        "add_bias_linear": True,
-        "group_query_attention": False,
-        "num_query_groups": None,
-        "untie_embeddings_and_output_weights": False,
-    },
-    "latent": {
-        "multi_latent_attention": True,
-        "qk_layernorm": True,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 16,
-        "qk_pos_emb_head_dim": 8,
-        "v_head_dim": 16,
-        "group_query_attention": False,
-        "num_query_groups": None,
-    },
+    "gpt2": GPT2 | {"untie_embeddings_and_output_weights": False},
+    "latent": LATENT | {"qk_layernorm": True},
 }
 
 

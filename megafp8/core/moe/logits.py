@@ -7,12 +7,10 @@ into three BF16 numbers, whose sum it is, it is multiplied in the same way.
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import backend
 from megafp8.fp8.wgrad import deliver, put
 from megafp8.step import StepContext
 
@@ -47,18 +45,9 @@ def _exact_in_bf16(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32 and x.numel() > 0
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    try:
-        from megafp8.kernels import three_parts
-    except ImportError:
-        return None
-    return three_parts
-
-
 def three_parts(x: Tensor) -> Tensor:
     """BF16 [T, 3 E] from FP32 `x` [T, E]: three numbers of 8 bits each, side by side, whose sum is x's of 24."""
-    kernels = _kernels() if x.is_cuda and x.dtype == torch.float32 else None
+    kernels = backend.kernels("three_parts") if x.is_cuda and x.dtype == torch.float32 else None
     if kernels is not None:
         return kernels.three_parts(x)
     first = x.bfloat16()

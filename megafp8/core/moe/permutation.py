@@ -90,7 +90,7 @@ class Permutation:
 
 def _placed(experts: Tensor, num_experts: int, alignment: int, total: int) -> Placed | None:
     """The rows of all choices by the kernels; None where there are none for it."""
-    kernels = backend.place_kernels() if experts.is_cuda and experts.numel() else None
+    kernels = backend.kernels("place_rows") if experts.is_cuda and experts.numel() else None
     if kernels is None or num_experts > kernels.MOST_EXPERTS:
         return None
     return kernels.place(experts, num_experts, alignment, total)
@@ -103,7 +103,7 @@ def arrivals(arriving: Tensor, numbers: list[list[int]], alignment: int) -> Perm
     """
     of_experts = [sum(column) for column in zip(*numbers, strict=True)]
     count, total = sum(of_experts), sum(-(-number // alignment) * alignment for number in of_experts)
-    filled, kernels = alignment > 1, backend.place_kernels() if arriving.is_cuda and count else None
+    filled, kernels = alignment > 1, backend.kernels("place_rows") if arriving.is_cuda and count else None
     if kernels is not None and kernels.arranges(arriving):
         placed = kernels.arrange(arriving, alignment, count, total)
         return _known(Permutation(placed.choices, placed.rows[:, None], placed.room, None, filled), placed)
@@ -156,7 +156,7 @@ def permute_weights(weights: Tensor, order: Permutation) -> Tensor:
 
 def spread(x: Tensor, index: Tensor, filled: bool, out: Tensor | None = None) -> Tensor:
     """Rows `index` of x; filled: some are negative, and get zeros. out: receives the rows, which may lie apart."""
-    kernels = backend.row_kernels() if x.is_cuda else None
+    kernels = backend.kernels("permute") if x.is_cuda else None
     if kernels is not None and kernels.supports(x):
         return kernels.spread(x, index, out)
     rows = x[index]
@@ -178,7 +178,7 @@ def sums(y: Tensor, rows: Tensor, kept: Tensor | None, out: Tensor | None = None
     receives them, in rows that may lie apart."""
     if not len(y):
         return y.new_zeros(len(rows), y.shape[1]) if out is None else out.zero_()
-    kernels = backend.row_kernels() if y.is_cuda else None
+    kernels = backend.kernels("permute") if y.is_cuda else None
     if kernels is not None and kernels.supports(y):
         return kernels.sums(y, rows.contiguous(), kept, out)
     total = _sums(y, rows, kept)

@@ -82,7 +82,7 @@ def choose(
 
 def best(scores: Tensor, count: int) -> Tensor:
     """Numbers of the `count` largest of each row; `topk` leaves the order of equal ones open."""
-    kernels = backend.choice_kernels() if scores.is_cuda else None
+    kernels = backend.kernels("best_experts") if scores.is_cuda else None
     if kernels is not None and kernels.supports(scores):
         return kernels.best(scores, count)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
