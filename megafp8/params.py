@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 20
 """Smallest number of elements drawn from one generator; part of the definition of an initial value."""
+
+DRAWING_THREADS = 8
+"""Chunks that are drawn beside each other. The values don't depend on it; ranks may share their cores."""
 
 Box = tuple[tuple[int, int], ...]
 """Half-open ranges `(start, stop)`, one a dimension of the global tensor."""
@@ -145,14 +149,24 @@ def _normal_box(spec: ParamSpec, seed: int) -> Tensor:
     rows = math.prod(spec.shape[:-1])
     rows_per_chunk = max(1, CHUNK_ELEMENTS // max(1, width))
     wanted = torch.arange(rows).view(spec.shape[:-1])[tuple(slice(a, b) for a, b in spec.box[:-1])].reshape(-1)
-    out = torch.empty(wanted.numel(), spec.box[-1][1] - spec.box[-1][0])
-    chunks = wanted.div(rows_per_chunk, rounding_mode="floor")
-    for chunk in torch.unique(chunks).tolist():
+    columns = slice(*spec.box[-1])
+    out = torch.empty(wanted.numel(), columns.stop - columns.start)
+
+    def draw(chunk: int, rows_here: Tensor, here: Tensor) -> None:
         start = chunk * rows_per_chunk
         generator = torch.Generator().manual_seed(_chunk_seed(seed, spec.name, chunk))
         block = torch.randn(min(rows_per_chunk, rows - start), width, generator=generator)
-        here = (chunks == chunk).nonzero().squeeze(1)
-        out[here] = block[wanted[here] - start, spec.box[-1][0] : spec.box[-1][1]]
+        here.copy_(block[rows_here - start, columns])
+
+    chunks, counts = torch.unique_consecutive(wanted // rows_per_chunk, return_counts=True)
+    parts = counts.tolist()
+    jobs = list(zip(chunks.tolist(), wanted.split(parts), out.split(parts), strict=True))
+    if len(jobs) == 1:
+        draw(*jobs[0])
+        return out.view(spec.box_shape)
+    with ThreadPoolExecutor(DRAWING_THREADS) as pool:  # a chunk at a time would take a rank of an 8B model a minute
+        for job in [pool.submit(draw, *job) for job in jobs]:
+            job.result()
     return out.view(spec.box_shape)
 
 
