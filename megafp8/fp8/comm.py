@@ -10,8 +10,10 @@ The second forms are those of sequence parallelism, where each rank holds a part
 X travels in FP8 both ways, so that what is kept for backward is the local shard only; sums travel in high precision.
 dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once.
 
+In backward X travels again while dgrad is computed, and the sum of dX while wgrad is: `post_gather`, `post_dgrad`.
+
 With several chunks, one chunk's rows travel while another's are multiplied. Every row's product is the same, and wgrad,
-which sums over rows, is never cut; its operands travel during dgrad.
+which sums over rows, is never cut.
 """
 
 from __future__ import annotations
@@ -74,6 +76,11 @@ class CommPlan:
         return self.kind == "row" and self.sums
 
     @property
+    def sums_grad_input(self) -> bool:
+        """Whether dX of one rank is only a part of the sum."""
+        return self.kind == "column" and self.sums
+
+    @property
     def overlaps(self) -> bool:
         return self.chunks > 1
 
@@ -119,13 +126,11 @@ class CommPlan:
         """Y of the layer's output side, from this rank's X; `whole`: X has been gathered already."""
         if self.kind == "alone":
             return multiply(x)
-        return self._exchange(x, multiply, gathers=self.gathers_input and not whole, sums=self.sums_output)
+        return self._exchange(x, multiply, gathers=self.gathers_input and not whole, sums=self.sums_output)()
 
-    def dgrad(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> Tensor:
-        """dX of the layer's input side, from the whole dY."""
-        if self.kind == "alone":
-            return multiply(dy)
-        return self._exchange(dy, multiply, gathers=False, sums=self.kind == "column" and self.sums)
+    def post_dgrad(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> Callable[[], Tensor]:
+        """Multiplies the whole dY and starts to sum; call the result to wait for dX of the layer's input side."""
+        return self._exchange(dy, multiply, gathers=False, sums=self.sums_grad_input)
 
     def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:
         """Whether `dgrad_gathering` may be used: pieces of dY must be quantized as the whole (None: not at all)."""
@@ -142,16 +147,21 @@ class CommPlan:
             products.append(multiply(pieces[-1]))
         return _joined(products, self.axis.size), _joined_operand(pieces, self.axis.size)
 
-    def _exchange(self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool) -> Tensor:
+    def _exchange(
+        self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool
+    ) -> Callable[[], Tensor]:
+        """The product of the whole `x`; sums, which have started when this returns, are there when it is called."""
         if not (gathers or sums):
-            return multiply(x)
+            product = multiply(x)
+            return lambda: product
         # A chunk takes the same rows of each rank, so that a gathered or scattered chunk is a piece of its shard.
         ranks = self.axis.size if gathers or self.sequence_parallel else 1
         pieces = _pieces(rows_of(x) if gathers else rows_of(x) // ranks, 1 if _square_tiles(x) else self.chunks)
         if not sums:
-            return _joined([multiply(part) for part in self._gathered(x, pieces)], ranks)
+            whole = _joined([multiply(part) for part in self._gathered(x, pieces)], ranks)
+            return lambda: whole
         parts = self._gathered(x, pieces) if gathers else iter(cut_rows(x, pieces, ranks))
-        return self._summed(parts, pieces, multiply)
+        return self._post_sums(parts, pieces, multiply)
 
     def _gathered(self, x: Operand, pieces: list[slice]) -> Iterator[Operand]:
         """The pieces of the whole operand; while one is at work, the next one travels."""
@@ -162,8 +172,10 @@ class CommPlan:
             wait = following
         yield wait()
 
-    def _summed(self, parts: Iterator[Operand], pieces: list[slice], multiply: Callable[[Operand], Tensor]) -> Tensor:
-        """The sum over the ranks of the products of pieces; scattered ones arrive where they belong."""
+    def _post_sums(
+        self, parts: Iterator[Operand], pieces: list[slice], multiply: Callable[[Operand], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Sums over the ranks of the products of pieces; scattered ones arrive where they belong."""
         out, waits, products = None, [], []
         for part, piece in zip(parts, pieces, strict=True):
             product = multiply(part)
@@ -174,8 +186,13 @@ class CommPlan:
             if out is None:
                 out = product.new_empty(pieces[-1].stop, *product.shape[1:])
             waits.append(self.axis.post_scatter_sum_into(out[piece], product).wait)
-        sums = [wait() for wait in waits]
-        return out if self.sequence_parallel else _joined(sums, 1)
+
+        def wait() -> Tensor:
+            sums = [wait() for wait in waits]
+            products.clear()
+            return out if self.sequence_parallel else _joined(sums, 1)
+
+        return wait
 
     def _post_sum(self, y: Tensor) -> Callable[[], Tensor]:
         pending = self.axis.post_sum_(y)

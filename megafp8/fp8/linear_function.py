@@ -89,11 +89,9 @@ class LinearFunction(torch.autograd.Function):
         if args.producer is not None:
             x = Remade(args, x, tuple(saved[own : own + made]), tuple(saved[own + made :]))
         if args.recipe is None:
-            dx, wgrad, others = _backward_high_precision(dy, x, weight, args, needs_dgrad, needs_wgrad)
+            dx, dw, others = _backward_high_precision(dy, x, weight, args, needs_dgrad, needs_wgrad)
         else:
-            dx, wgrad, others = _backward_fp8(dy, x, args, needs_dgrad, needs_wgrad, beside)
-        # `weight` is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
-        dw = deliver_wgrad(args.weight.param, wgrad, args.step) if needs_wgrad else None
+            dx, dw, others = _backward_fp8(dy, x, args, needs_dgrad, needs_wgrad, beside)
         db = deliver(ctx.bias, sum_rows(dy), args.step) if needs_bias else None
         return dx, dw, db, None, *_delivered(others, ctx)
 
@@ -202,31 +200,34 @@ def _early(bias: Tensor | None, args: LinearArgs) -> Tensor | None:
     return None if bias is None or args.comm.sums_output else bias.to(args.dtype)
 
 
+def _delivered_wgrad(args: LinearArgs, run: Run, held_bytes: int) -> Tensor | None:
+    # The saved weight is another tensor than the parameter where saved-tensor hooks act, such as under recomputation.
+    return deliver_wgrad(args.weight.param, Wgrad(run, held_bytes), args.step)
+
+
 def _backward_high_precision(
     dy: Tensor, x: Tensor | None, weight: Tensor, args: LinearArgs, needs_dgrad: bool, needs_wgrad: bool
-) -> tuple[Tensor | None, Wgrad | None, tuple]:
-    comm, dx, weight = args.comm, None, weight.to(dy.dtype)
+) -> tuple[Tensor | None, Tensor | None, tuple]:
+    """dX, dW as autograd gets it, and nothing of a producer. The sum of dX travels while wgrad is computed."""
+    comm, dx, dw, wait, weight = args.comm, None, None, None, weight.to(dy.dtype)
     if needs_dgrad and comm.gathers_grad_output_in_pieces(None):
         dx, dy = comm.dgrad_gathering(dy, lambda dy: dy @ weight)
     elif comm.gathers_grad_output:
         dy = comm.gather(dy)
     arriving = _arriving_input(lambda: x, args) if needs_wgrad else None
     if needs_dgrad and dx is None:
-        dx = comm.dgrad(dy, lambda dy: dy @ weight)
-
-    def wgrad(out: Tensor | None, adds: bool) -> Tensor:
-        return multiply_wgrad(dy, arriving(), out, adds)
-
-    return dx, Wgrad(wgrad, dy.nbytes + x.nbytes) if needs_wgrad else None, ()
+        wait = comm.post_dgrad(dy, lambda dy: dy @ weight)
+    if needs_wgrad:
+        dw = _delivered_wgrad(args, lambda out, adds: multiply_wgrad(dy, arriving(), out, adds), dy.nbytes + x.nbytes)
+    return wait() if wait is not None else dx, dw, ()
 
 
 def _arriving_input(kept: Callable[[], Operand], args: LinearArgs) -> Callable[[], Operand]:
-    """The whole input for wgrad, when called. With overlap it travels from now on, behind dgrad; a task that waits
-    gathers when it runs, so that it doesn't hold the other ranks' parts."""
+    """The whole input for wgrad, when called. It travels from now on, behind dgrad; a task that waits gathers when it
+    runs, so that it doesn't hold the other ranks' parts."""
     if not args.comm.gathers_input or (args.facts is not None and args.facts.gathers_first):
         return kept
-    at_once = args.comm.overlaps and not args.defers
-    return args.comm.post_gather(kept()) if at_once else lambda: args.comm.gather(kept())
+    return (lambda: args.comm.gather(kept())) if args.defers else args.comm.post_gather(kept())
 
 
 def _fprop_fp8(
@@ -273,40 +274,53 @@ def _backward_fp8(
     needs_dgrad: bool,
     needs_wgrad: bool,
     beside: Tensor | None = None,
-) -> tuple[Tensor | None, Wgrad | None, tuple]:
-    """dX, the wgrad task, and gradients of a producer's tensors. dY is quantized once, in the orientations that the
-    two GEMMs want. beside: added to a producer's dX.
+) -> tuple[Tensor | None, Tensor | None, tuple]:
+    """dX, dW as autograd gets it, and gradients of a producer's tensors. dY is quantized once, in the orientations that
+    the two GEMMs want. beside: added to a producer's dX.
 
-    A task that waits owns the FP8 operands of its GEMM and nothing else: the input is quantized before, where forward
-    kept it in high precision.
+    The sum of dX travels while wgrad is computed, unless what wgrad reads is made with the producer's gradient.
     """
-    facts = args.facts
-    needs, wanted = facts.needs["grad_output"], facts.grad_wanted[needs_dgrad, needs_wgrad]
+    facts, comm = args.facts, args.comm
+    wanted = facts.grad_wanted[needs_dgrad, needs_wgrad]
     if not wanted:
         return None, None, ()
     remade = x if isinstance(x, Remade) else None
-    if remade is not None and (args.comm.gathers_input or not needs_dgrad):
-        x = remade.again() if needs_wgrad else None  # it travels during dgrad
-    dx, others, quantized = None, (), None
+    if remade is not None:
+        there = comm.sums_grad_input and remade.kept is not None
+        if comm.gathers_input or not needs_dgrad or there:  # it travels during dgrad, or is there already
+            x = remade.again() if needs_wgrad else None
+    dx, dw, others, quantized, wait = None, None, (), None, None
     if needs_dgrad and facts.grad_in_pieces:
         dx, quantized = _dgrad_gathering(dy, args, wanted)
     else:
         quantized = _quantize_grad_output(dy, args, wanted)
     arriving = _arriving(x, args) if needs_wgrad and not isinstance(x, Remade) else None
     if needs_dgrad and dx is None:
-        w, grad_output = args.weight_operand("dgrad"), pick(quantized, needs["dgrad"])
-        dx = args.comm.dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
+        w, grad_output = args.weight_operand("dgrad"), pick(quantized, facts.needs["grad_output"]["dgrad"])
+        wait = comm.post_dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
+    early = arriving is not None and comm.sums_grad_input
+    if early:
+        dw = _wgrad_fp8(quantized, arriving, args)
+    dx = wait() if wait is not None else dx
     if needs_dgrad and remade is not None:
         (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None, beside)
         arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
-    if not needs_wgrad:
-        return dx, None, others
-    grad_output, (load, held) = pick(quantized, needs["wgrad"]), arriving
+    if needs_wgrad and not early:
+        dw = _wgrad_fp8(quantized, arriving, args)
+    return dx, dw, others
+
+
+def _wgrad_fp8(
+    quantized: Quantized, arriving: tuple[Callable[[], QuantizedStorage], int], args: LinearArgs
+) -> Tensor | None:
+    """Delivers dW, or leaves that to a task, which owns the FP8 operands of its GEMM and nothing else: the input is
+    quantized before, where forward kept it in high precision."""
+    grad_output, (load, held) = pick(quantized, args.needs("grad_output")["wgrad"]), arriving
 
     def wgrad(out: Tensor | None, adds: bool) -> Tensor:
         return gemm.wgrad(grad_output, load(), out, args.backend, adds)
 
-    return dx, Wgrad(wgrad, grad_output.nbytes + held if args.defers else 0), others
+    return _delivered_wgrad(args, wgrad, grad_output.nbytes + held if args.defers else 0)
 
 
 def _arriving(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:

@@ -32,16 +32,17 @@ K, N = 512, 512
 
 
 class Sink(GradSink):
-    """One FP32 buffer a parameter."""
+    """One FP32 buffer a parameter. events: gets a line when a gradient is there."""
 
-    def __init__(self):
+    def __init__(self, events: list[str] | None = None):
         self.buffers: dict[int, Tensor] = {}
+        self.events = [] if events is None else events
 
     def buffer(self, param: Tensor) -> Tensor:
         return self.buffers.setdefault(id(param), torch.zeros(param.shape))
 
     def ready(self, param: Tensor) -> None:
-        pass
+        self.events.append("gradient of the " + ("weight" if param.dim() == 2 else "bias"))
 
 
 def data(rows: int, nan: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -57,9 +58,14 @@ def data(rows: int, nan: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def run(
-    plan: CommPlan, recipe: str, parts: tuple[Tensor, ...], operands: dict | None = None
+    plan: CommPlan,
+    recipe: str,
+    parts: tuple[Tensor, ...],
+    operands: dict | None = None,
+    events: list[str] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, dx, main_grad of the weight, of the bias); `operands` collects what the three GEMMs were given."""
+    """(y, dx, main_grad of the weight, of the bias); `operands` collects what the three GEMMs were given, `events` the
+    gradients' deliveries."""
     x, dy, weight, bias = parts
     spec = ParamSpec("linear.weight", tuple(weight.shape), Init("zeros"), True)
     linear = Linear(
@@ -74,7 +80,7 @@ def run(
     with torch.no_grad():
         linear.weight.copy_(weight)
         linear.bias.copy_(bias)
-    sink, x = Sink(), x.clone().requires_grad_()
+    sink, x = Sink(events), x.clone().requires_grad_()
     with ExitStack() as stack:
         for name in ("fprop", "dgrad", "wgrad") if operands is not None else ():
             stack.enter_context(mock.patch.object(gemm, name, keeping(name, operands)))
@@ -122,7 +128,7 @@ def parallel_linear(kind: str, sp: bool, recipe: str, rows: int, chunks: int = 1
     plan = CommPlan(tp, kind, sp, chunks, fp8)
     operands: dict = {}
     with record() as log:
-        results = run(plan, recipe, parts_of(kind, tp, sp, data(rows, nan)), operands)
+        results = run(plan, recipe, parts_of(kind, tp, sp, data(rows, nan)), operands, log.events)
     return results, bits(operands), log
 
 
@@ -247,11 +253,26 @@ def test_overlap_posts_before_it_waits(pool):
         backward = log.events[log.events.index("wait gather 3") + 1 :]
         assert backward[0] == "post gather 4"  # wgrad's operand travels during dgrad
         assert backward[1:5] == [f"post scatter_sum {i}" for i in range(4)]
-        assert backward[-1] == "wait gather 4"
+        assert backward[5:7] == ["wait gather 4", "gradient of the weight"]
+        assert backward[7:11] == [f"wait scatter_sum {i}" for i in range(4)]  # they travel during wgrad
     for _, _, log in pool.run_on(2, parallel_linear, "row", True, "high precision", 256, 4):
         assert log.events[:4] == [f"post scatter_sum {i}" for i in range(4)]
         backward = log.events[log.events.index("post gather 0") :]  # dY's pieces are under way before the first GEMM
-        assert backward == [f"{what} gather {i}" for what in ("post", "wait") for i in range(4)]
+        assert backward[:8] == [f"{what} gather {i}" for what in ("post", "wait") for i in range(4)]
+
+
+@pytest.mark.parametrize("recipe", ["high precision", "tensorwise", "blockwise", "mxfp8"])
+def test_backward_computes_while_messages_travel(pool, recipe):
+    """Without chunks too: X travels during dgrad, the sum of dX during wgrad."""
+    for sp, total in ((True, "scatter_sum 0"), (False, "sum 0")):
+        for _, _, log in pool.run_on(2, parallel_linear, "column", sp, recipe, 256):
+            events = [event for event in log.events if "max" not in event]
+            arrives = ["wait gather 1"] if sp else []
+            behind = [f"post {total}", *arrives, "gradient of the weight", f"wait {total}"]
+            start = events.index(behind[0])
+            assert events[start : start + len(behind)] == behind
+            if sp:
+                assert events[start - 1] == "post gather 1"
 
 
 ON_THE_WIRE = {
