@@ -8,7 +8,7 @@
 
 The second forms are those of sequence parallelism, where each rank holds a part of the tokens outside of the linears.
 X travels in FP8 both ways, so that what is kept for backward is the local shard only; sums travel in high precision.
-dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once.
+dY travels in FP8 too (`grad_output.py`); under 1D tiles that is two copies, but only the first is waited for.
 
 In backward X travels again while dgrad is computed, and the sum of dX while wgrad is: `post_gather`, `post_dgrad`.
 
@@ -94,8 +94,8 @@ class CommPlan:
         return able and self.fp8_gather
 
     def grad_output_in_fp8(self, quantizer: Quantizer) -> bool:
-        """Whether dY is gathered as FP8 bytes: only where one copy serves both of its GEMMs."""
-        return self.gathers_grad_output and quantizer.spec.tile.kind == "tensor" and self.fp8_gather
+        """Whether dY is gathered as FP8 bytes."""
+        return self.gathers_grad_output and travels_in_fp8(quantizer) and self.fp8_gather
 
     def cut(self, role: str) -> Cut | None:
         """How the operand of a role lies over the ranks before any gather; None: each has the whole."""
@@ -133,19 +133,29 @@ class CommPlan:
         return self._exchange(dy, multiply, gathers=False, sums=self.sums_grad_input)
 
     def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:
-        """Whether `dgrad_gathering` may be used: pieces of dY must be quantized as the whole (None: not at all)."""
+        """Whether pieces of dY may be gathered and multiplied one by one: they must be quantized as the whole (None:
+        not at all)."""
         if not (self.gathers_grad_output and self.overlaps):
             return False
         return quantizer is None or quantizer.spec.tile.kind == "1d" or self.grad_output_in_fp8(quantizer)
 
-    def dgrad_gathering(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> tuple[Tensor, Operand]:
-        """(dX, the whole dY) from this rank's dY: while a piece is multiplied, the next ones travel."""
-        posted = list(post_gather_pieces(dy, _pieces(rows_of(dy), self.chunks), self.axis))
+    def post_pieces(self, dy: Operand) -> list[Callable[[], Operand]]:
+        """Starts to gather dY in pieces; every one is to be waited for, in turn."""
+        return list(post_gather_pieces(dy, _pieces(rows_of(dy), self.chunks), self.axis))
+
+    def dgrad_of_pieces(
+        self, posted: list[Callable[[], Operand]], multiply: Callable[[Operand], Tensor]
+    ) -> tuple[Tensor, list[Operand]]:
+        """(dX, the pieces of the whole dY): while a piece is multiplied, the next ones travel."""
         pieces, products = [], []
         for wait in posted:
             pieces.append(wait())
             products.append(multiply(pieces[-1]))
-        return _joined(products, self.axis.size), _joined_operand(pieces, self.axis.size)
+        return _joined(products, self.axis.size), pieces
+
+    def joined(self, pieces: list[Operand]) -> Operand:
+        """The whole operand, of tensors or tensorwise storage, from its pieces."""
+        return _joined_operand(pieces, self.axis.size)
 
     def _exchange(
         self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
+from megafp8.fp8.grad_output import GradOutput, dgrad_gathering, grad_output, pick
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.producer import Gradients, Tensors, Want
 from megafp8.fp8.shards import Operand
@@ -41,10 +42,6 @@ def once(backward: Callable) -> Callable:
         return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return run
-
-
-def pick(quantized: Quantized, orientation: str) -> QuantizedStorage:
-    return quantized.rowwise if orientation == "rowwise" else quantized.colwise
 
 
 class LinearFunction(torch.autograd.Function):
@@ -211,7 +208,8 @@ def _backward_high_precision(
     """dX, dW as autograd gets it, and nothing of a producer. The sum of dX travels while wgrad is computed."""
     comm, dx, dw, wait, weight = args.comm, None, None, None, weight.to(dy.dtype)
     if needs_dgrad and comm.gathers_grad_output_in_pieces(None):
-        dx, dy = comm.dgrad_gathering(dy, lambda dy: dy @ weight)
+        dx, pieces = comm.dgrad_of_pieces(comm.post_pieces(dy), lambda dy: dy @ weight)
+        dy = comm.joined(pieces)
     elif comm.gathers_grad_output:
         dy = comm.gather(dy)
     arriving = _arriving_input(lambda: x, args) if needs_wgrad else None
@@ -289,38 +287,43 @@ def _backward_fp8(
         there = comm.sums_grad_input and remade.kept is not None
         if comm.gathers_input or not needs_dgrad or there:  # it travels during dgrad, or is there already
             x = remade.again() if needs_wgrad else None
-    dx, dw, others, quantized, wait = None, None, (), None, None
+    dx, dw, others, wait = None, None, (), None
+    w = args.weight_operand("dgrad") if needs_dgrad else None
+
+    def multiply(dy: QuantizedStorage) -> Tensor:
+        dx = gemm.dgrad(dy, w, args.dtype, args.backend)
+        return comm.grad_input(dx).contiguous()  # attention's backward takes no gradient whose rows lie apart
+
     if needs_dgrad and facts.grad_in_pieces:
-        dx, quantized = _dgrad_gathering(dy, args, wanted)
+        dx, grad = dgrad_gathering(dy, args, wanted, multiply)
     else:
-        quantized = _quantize_grad_output(dy, args, wanted)
+        grad = grad_output(dy, args, wanted)
     arriving = _arriving(x, args) if needs_wgrad and not isinstance(x, Remade) else None
     if needs_dgrad and dx is None:
-        w, grad_output = args.weight_operand("dgrad"), pick(quantized, facts.needs["grad_output"]["dgrad"])
-        wait = comm.post_dgrad(grad_output, lambda dy: _dgrad(dy, w, args))
+        wait = comm.post_dgrad(grad.dgrad, multiply)
     early = arriving is not None and comm.sums_grad_input
     if early:
-        dw = _wgrad_fp8(quantized, arriving, args)
+        dw = _wgrad_fp8(grad, arriving, args)
     dx = wait() if wait is not None else dx
     if needs_dgrad and remade is not None:
         (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None, beside)
         arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
     if needs_wgrad and not early:
-        dw = _wgrad_fp8(quantized, arriving, args)
+        dw = _wgrad_fp8(grad, arriving, args)
     return dx, dw, others
 
 
 def _wgrad_fp8(
-    quantized: Quantized, arriving: tuple[Callable[[], QuantizedStorage], int], args: LinearArgs
+    grad: GradOutput, arriving: tuple[Callable[[], QuantizedStorage], int], args: LinearArgs
 ) -> Tensor | None:
     """Delivers dW, or leaves that to a task, which owns the FP8 operands of its GEMM and nothing else: the input is
     quantized before, where forward kept it in high precision."""
-    grad_output, (load, held) = pick(quantized, args.needs("grad_output")["wgrad"]), arriving
+    load_dy, (load_x, held) = grad.wgrad, arriving
 
     def wgrad(out: Tensor | None, adds: bool) -> Tensor:
-        return gemm.wgrad(grad_output, load(), out, args.backend, adds)
+        return gemm.wgrad(load_dy(), load_x(), out, args.backend, adds)
 
-    return _delivered_wgrad(args, wgrad, grad_output.nbytes + held if args.defers else 0)
+    return _delivered_wgrad(args, wgrad, grad.held + held if args.defers else 0)
 
 
 def _arriving(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:
@@ -328,50 +331,6 @@ def _arriving(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> tupl
     kept = _kept_input(x, args) if args.defers else None
     load = (lambda: kept) if args.defers else (lambda: _kept_input(x, args))  # a task that waits must not hold `x`
     return _arriving_input(load, args), kept.nbytes if args.defers else 0
-
-
-def _dgrad(dy: QuantizedStorage, w: QuantizedStorage, args: LinearArgs) -> Tensor:
-    dx = gemm.dgrad(dy, w, args.dtype, args.backend)
-    return args.comm.grad_input(dx).contiguous()  # attention's backward takes no gradient whose rows lie apart
-
-
-def _quantize_grad_output(dy: Tensor, args: LinearArgs, wanted: frozenset[str]) -> Quantized:
-    """The whole dY, quantized in the orientations wanted."""
-    if isinstance(dy, QuantizedTensor):  # by the producer whose gradient it is
-        args.observe("grad_output", dy.quantized, lambda: getattr(dy, "observed_value", None))
-        return dy.quantized
-    record = args.step is not None and args.step.training  # a recomputed forward has the step's only backward
-    rowwise, colwise = "rowwise" in wanted, "colwise" in wanted
-    facts, comm, step = args.facts, args.comm, args.step
-    if facts.grad_in_fp8:
-        shard = facts.scalings["grad_output", False].quantize(dy, True, False, step, record=record)
-        row = comm.gather(shard.rowwise)
-        return Quantized(row if rowwise else None, row.flipped() if colwise else None)
-    whole = comm.gathers_grad_output
-    scaling = facts.scalings["grad_output", whole]
-    return scaling.quantize(comm.gather(dy) if whole else dy, rowwise, colwise, step, record=record)
-
-
-def _dgrad_gathering(dy: Tensor, args: LinearArgs, wanted: frozenset[str]) -> tuple[Tensor, Quantized | None]:
-    """dX, and the whole dY as wgrad wants it, from this rank's dY, which travels in pieces."""
-    step, facts, comm = args.step, args.facts, args.comm
-    record = step is not None and step.training
-    w, colwise = args.weight_operand("dgrad"), "colwise" in wanted
-
-    def multiply(dy: QuantizedStorage) -> Tensor:
-        return _dgrad(dy, w, args)
-
-    if facts.grad_in_fp8:
-        shard = facts.scalings["grad_output", False].quantize(dy, True, False, step, record=record).rowwise
-        dx, row = comm.dgrad_gathering(shard, multiply)
-        return dx, Quantized(row, row.flipped() if colwise else None)
-    scaling = facts.scalings["grad_output", True]
-
-    def multiply_piece(dy: Tensor) -> Tensor:
-        return multiply(scaling.quantize(dy, True, False, step, record=False).rowwise)
-
-    dx, whole = comm.dgrad_gathering(dy, multiply_piece)
-    return dx, scaling.quantize(whole, False, True, step, record=record) if colwise else None
 
 
 def _kept_input(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> QuantizedStorage:

@@ -83,17 +83,18 @@ def run(
     sink, x = Sink(events), x.clone().requires_grad_()
     with ExitStack() as stack:
         for name in ("fprop", "dgrad", "wgrad") if operands is not None else ():
-            stack.enter_context(mock.patch.object(gemm, name, keeping(name, operands)))
+            stack.enter_context(mock.patch.object(gemm, name, keeping(name, operands, sink.events)))
         y = linear(x, StepContext(grads=sink))
         y.backward(dy)
     return y.detach(), x.grad, sink.buffer(linear.weight), sink.buffer(linear.bias)
 
 
-def keeping(name: str, operands: dict):
+def keeping(name: str, operands: dict, events: list[str]):
     original = getattr(gemm, name)
 
     def call(a, b, *args, **options):
         operands.setdefault(name, (a, b))
+        events.append(name)
         return original(a, b, *args, **options)
 
     return call
@@ -261,18 +262,34 @@ def test_overlap_posts_before_it_waits(pool):
         assert backward[:8] == [f"{what} gather {i}" for what in ("post", "wait") for i in range(4)]
 
 
+def without_amaxes(events: list[str]) -> list[str]:
+    return [event for event in events if "max" not in event]
+
+
 @pytest.mark.parametrize("recipe", ["high precision", "tensorwise", "blockwise", "mxfp8"])
 def test_backward_computes_while_messages_travel(pool, recipe):
     """Without chunks too: X travels during dgrad, the sum of dX during wgrad."""
+    gemms = ([], []) if recipe == "high precision" else (["dgrad"], ["wgrad"])
     for sp, total in ((True, "scatter_sum 0"), (False, "sum 0")):
+        travels, arrives = (["post gather 1"], ["wait gather 1"]) if sp else ([], [])
+        dgrad, wgrad = gemms
+        expected = [*travels, *dgrad, f"post {total}", *arrives, *wgrad, "gradient of the weight", f"wait {total}"]
         for _, _, log in pool.run_on(2, parallel_linear, "column", sp, recipe, 256):
-            events = [event for event in log.events if "max" not in event]
-            arrives = ["wait gather 1"] if sp else []
-            behind = [f"post {total}", *arrives, "gradient of the weight", f"wait {total}"]
-            start = events.index(behind[0])
-            assert events[start : start + len(behind)] == behind
-            if sp:
-                assert events[start - 1] == "post gather 1"
+            events = without_amaxes(log.events)
+            start = events.index(expected[0])
+            assert events[start : start + len(expected)] == expected
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_second_copy_of_dy_travels_during_dgrad(pool, recipe, chunks):
+    """Row: rowwise bytes first, in pieces with several chunks; colwise ones behind them, whole, for wgrad."""
+    posts = [f"post gather {i}" for i in range(chunks + 1)]
+    pieces = [event for i in range(chunks) for event in (f"wait gather {i}", "dgrad")]
+    for _, _, log in pool.run_on(2, parallel_linear, "row", True, recipe, 256, chunks):
+        events = without_amaxes(log.events)
+        behind = events[events.index("post gather 0") :]
+        assert behind[: 3 * chunks + 4] == [*posts, *pieces, f"wait gather {chunks}", "wgrad", "gradient of the weight"]
 
 
 ON_THE_WIRE = {
@@ -295,7 +312,8 @@ def test_bytes_on_the_wire(pool, recipe, bytes_a_value):
         assert log.bytes("sum") == 0
         assert log.bytes("max") <= 3 * 4  # tensorwise: the amaxes of input, weight and gradient
     for _, _, log in pool.run_on(world, parallel_linear, "row", True, recipe, rows):
-        assert log.bytes("gather") == rows // world * N * (1 if recipe == "tensorwise" else 2)
+        copies = 2 if recipe in ("blockwise", "mxfp8") else 1  # of dY: one a GEMM
+        assert log.bytes("gather") == local * copies * bytes_a_value
         assert log.bytes("scatter_sum") == rows * N * 2
     for _, _, log in pool.run_on(world, parallel_linear, "row", False, recipe, rows):
         assert (log.bytes("gather"), log.bytes("sum")) == (0, rows * N * 2)
