@@ -4,7 +4,11 @@ import pytest
 import torch
 from megafp8.kernels import norm_quantize, quantize, swiglu_quantize
 
-from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, Peer, assert_same, expected, holes, normal
+from megafp8.core.transformer.activation import Activation, swiglu
+from megafp8.core.transformer.norm import Norm
+from megafp8.fp8.producer import Want
+from megafp8.fp8.quantizer import Quantizer
+from tests.gpu.quantize_cases import DEVICE, EMULATING, SPECS, Peer, assert_same, expected, holes, normal, raw
 from tests.gpu.test_quantize_fused import gates
 
 TENSORS = ["tensorwise", "tensorwise_e5m2", "tensorwise_pow2"]
@@ -120,3 +124,33 @@ def test_there_must_be_something_to_share():
                 call(spec=SPECS["tensorwise"], share=Peer(), **{name: value})
         with pytest.raises(ValueError, match="tensor tile"):
             call(spec=SPECS["blockwise"], share=Peer())
+
+
+@pytest.mark.parametrize("shape", SWIGLU_SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["norm", "swiglu", "swiglu, stored"])
+def test_producers(shape, kind):
+    """The bytes that backward makes again with forward's shared amax are forward's, and the gradient's are shared."""
+    rows, columns = shape
+    quantizer, of_grad = Quantizer(SPECS["tensorwise"]), Quantizer(SPECS["tensorwise_e5m2"])
+    if kind == "norm":
+        producer = Norm("n", columns, kind="RMSNorm", eps=1e-5, dtype=torch.bfloat16, device=DEVICE)
+        torch.nn.init.ones_(producer.weight)
+        x, tensors = normal(*shape).to(DEVICE), (producer.weight.detach(),)
+    else:
+        producer = Activation(swiglu, gated=True, store_fp8="stored" in kind)
+        x, tensors = gates(*shape).to(DEVICE), ()
+    peer, other = Peer(), Peer()
+    want = Want(quantizer, share=peer).measuring(x.device)
+    value, kept = producer.produce(x, tensors, want)
+    assert torch.equal(want.amax_out.cpu(), peer.shared(peer.given[0].item()))
+    again = Want(quantizer, rowwise=False, colwise=True, amax=want.amax_out)
+    grad = normal(rows, columns, seed=3).to(DEVICE)
+    plain = producer.gradient(grad, kept, tensors, None, False).x
+    grads = producer.gradient(grad, kept, tensors, Want(of_grad, True, True, share=other), again)
+    shared = other.shared(amax_of(plain))
+    stored = [copy and (copy.data, copy.scale_inv) for copy in (grads.x.rowwise, grads.x.colwise)]
+    assert_bytes(*stored, plain, of_grad.spec, (True, True), shared)
+    if kind != "swiglu, stored":  # of which backward knows rounded values
+        assert torch.equal(raw(grads.value.colwise.data), raw(value.rowwise.data).t())
+    if rows:
+        assert torch.equal(grads.value.colwise.scale_inv, value.rowwise.scale_inv)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megafp8.kernels import quantize
 
+from megafp8.core.transformer import activation, norm
 from tests.cases import quick
 from tests.gpu import (
     test_quantize,
@@ -128,6 +129,14 @@ def test_amaxes_shared_between_two_passes(rows):
         test_shared_amax.test_swiglu_gradient((rows, width), (True, True), "tensorwise_e5m2")
     test_shared_amax.test_quantize((rows, 67), (True, True))
     test_shared_amax.test_there_must_be_something_to_share()
+
+
+@pytest.mark.parametrize("shape", [(7, 160), (20, 128), (0, 128)], ids=str)
+def test_producers_share_amaxes(shape, monkeypatch):
+    for module in (activation, norm):
+        monkeypatch.setattr(module, "fuses", lambda x, dtype, *wants: dtype == torch.bfloat16)
+    for kind in ("norm", "swiglu", "swiglu, stored"):
+        test_shared_amax.test_producers(shape, kind)
 
 
 def test_one_scale_an_expert():
