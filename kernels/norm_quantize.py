@@ -39,7 +39,7 @@ from .quantize_device import (
     waiting_layout,
 )
 from .quantize_emit import emit, emit_part, emit_rest, record_amax, tensor_scale
-from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
+from .quantize_producer import UNSCALED, Share, TensorScaling, allocate_pair, check_spec
 from .zeros import zeros
 
 if TYPE_CHECKING:
@@ -241,15 +241,15 @@ class NormQuantized(NamedTuple):
 def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-5, weight_offset: float = 0.0,
                       rowwise: bool = True, colwise: bool = False, high_precision: bool = False,
                       amax: Tensor | None = None, scale: Tensor | None = None, amax_out: Tensor | None = None,
-                      rstd: Tensor | None = None) -> NormQuantized:
+                      share: Share | None = None, rstd: Tensor | None = None) -> NormQuantized:
     """RMSNorm of `x [T, h]` (BF16 or FP16, last dimension contiguous) with weight [h], quantized.
 
     spec: 1D or tensor tiles. weight_offset: 1.0 for zero-centred weights (`--apply-layernorm-1p`). high_precision: also
-    return y. rstd: FP32 [T] of the same x, from an earlier call. amax, scale, amax_out: see `TensorScaling`.
-    Bytes are those that `quantize(y, spec)` gives. Raises ValueError for other tiles or shapes.
+    return y. rstd: FP32 [T] of the same x, from an earlier call. amax, scale, amax_out: see `TensorScaling`; share: see
+    `Share`. Bytes are those that `quantize(y, spec)` gives. Raises ValueError for other tiles or shapes.
     """
     _check(x, weight)
-    check_spec("rms_norm_quantize", spec, amax, scale, amax_out)
+    check_spec("rms_norm_quantize", spec, amax, scale, amax_out, share)
     T, H = x.shape
     norm = {"eps": eps, "weight_offset": weight_offset}
     y = torch.empty(T, H, dtype=x.dtype, device=x.device) if high_precision else None
@@ -259,7 +259,7 @@ def rms_norm_quantize(x: Tensor, weight: Tensor, spec: Spec, *, eps: float = 1e-
         known = rstd
         rstd = _norm_rows(x, weight, None, None, spec, scaling.first_pass(), **norm)
         rstd = known if known is not None else rstd
-        scaling = scaling.second_pass()
+        scaling = scaling.second_pass(share)
     if col is None:
         made = _norm_rows(x, weight, y, row, spec, scaling, **norm)
         return NormQuantized(row, col, made if rstd is None else rstd, y)

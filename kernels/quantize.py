@@ -8,6 +8,7 @@ not initialized. Nothing here waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +84,7 @@ def quantize(
     scale: Tensor | None = None,
     *,
     amax_out: Tensor | None = None,
+    share: Callable[[Tensor], object] | None = None,
     noop: Tensor | None = None,
     out: tuple[Stored | None, Stored | None] | None = None,
 ) -> tuple[Stored | None, Stored | None]:
@@ -93,11 +95,15 @@ def quantize(
     scale: FP32, one element, for tensor tiles (delayed scaling).
     amax_out: FP32, one element, tensor tiles: receives the amax; with `scale` it is only ever raised (a slot of a
         history that several microbatches share).
+    share: tensor tiles: called once with x's own amax, FP32 [1], before x is quantized, to overwrite it with the
+        maximum over the ranks; amax_out receives that. Without `amax` and `scale`.
     noop: one integer element on x's device; where it is not 0, nothing is written.
     out: the pair to write into, as an earlier call returned it.
     Raises ValueError for what the kernels don't know.
     """
     _check(x, spec, rowwise, colwise)
+    if share is not None and (spec.tile.kind != "tensor" or amax is not None or scale is not None):
+        raise ValueError("quantize: share is for a tensor tile's own amax, not for a given one or a scale")
     x, (M, K) = readable(x), x.shape
     row, col = out or (
         allocate(M, K, spec, x.device) if rowwise else None,
@@ -106,6 +112,9 @@ def quantize(
     if spec.tile.kind == "tensor":
         if row and col:
             col = (col[0], row[1])  # one scale for both
+        if share is not None:
+            amax, amax_out = _finished(_partial_amaxes(x), amax_out), None
+            share(amax)
         _quantize_tensorwise(x, spec, row, col, amax, scale, amax_out, noop)
     elif M and K:
         run = _quantize_1d if spec.tile.kind == "1d" else _quantize_2d
@@ -117,13 +126,7 @@ def amax(x: Tensor, tile: Any, orientation: str = "rowwise") -> Tensor:
     """Largest absolute finite value of each tile, FP32, in the shape of that orientation's scales."""
     x, (M, K) = readable(x), x.shape
     if tile.kind == "tensor":
-        out = torch.empty(1, dtype=torch.float32, device=x.device)
-        partials = _partial_amaxes(x)
-        count = partials.numel()
-        launch(finish_amax_kernel, count, (partials, out), lambda: (
-            (1,), (partials, out, count), {"PARTIALS": triton.next_power_of_2(count), "W": 4, "num_warps": 4}
-        ))  # fmt: skip
-        return out
+        return _finished(_partial_amaxes(x))
     block = tile.block
     rows, columns = -(-M // block), -(-K // block)
     shape = {"1d": {"rowwise": (columns, M), "colwise": (rows, K)}}.get(tile.kind, {}).get(orientation, (rows, columns))
@@ -199,6 +202,16 @@ def _partial_amaxes(x: Tensor) -> Tensor:
         grid, (x, partials, *x.shape, *x.stride()), {"EVEN": config.even(*x.shape), **config.options()}
     ))  # fmt: skip
     return partials
+
+
+def _finished(partials: Tensor, out: Tensor | None = None) -> Tensor:
+    """FP32 [1], `out` if there is one: the maximum of `_partial_amaxes`."""
+    out = torch.empty(1, dtype=torch.float32, device=partials.device) if out is None else out
+    count = partials.numel()
+    launch(finish_amax_kernel, count, (partials, out), lambda: (
+        (1,), (partials, out, count), {"PARTIALS": triton.next_power_of_2(count), "W": 4, "num_warps": 4}
+    ))  # fmt: skip
+    return out
 
 
 def pointers(stored: Stored | None) -> tuple[Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +13,9 @@ from .zeros import zeros
 
 if TYPE_CHECKING:
     from .quantize import Spec
+
+Share = Callable[[Tensor], object]
+"""Overwrites this rank's amaxes with what the ranks' values together have: called once, between the two passes."""
 
 
 class TensorScaling(NamedTuple):
@@ -52,7 +56,10 @@ class TensorScaling(NamedTuple):
     def first_pass(self) -> TensorScaling:
         return TensorScaling(record=self.record)
 
-    def second_pass(self) -> TensorScaling:
+    def second_pass(self, share: Share | None) -> TensorScaling:
+        """From what the first pass found, which ranks share before: all alike, whatever rows they have."""
+        if share is not None:
+            share(self.record)
         return TensorScaling(amax=self.record)
 
 
@@ -69,12 +76,15 @@ def allocate_pair(rows: int, columns: int, spec: Spec, device: torch.device, row
     return row, col
 
 
-def check_spec(name: str, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None) -> None:
+def check_spec(name: str, spec: Spec, amax: Tensor | None, scale: Tensor | None, amax_out: Tensor | None,
+               share: Share | None = None) -> None:
     """Raises ValueError for tiles that fused producers don't know, and for scaling arguments that tiles don't take."""
+    if share is not None and (amax is not None or scale is not None):
+        raise ValueError(f"{name}: share is for the result's own amax, not for a given one or a scale")
     if spec.tile.kind == "tensor":
         return
     if spec.tile.kind != "1d" or BLOCK % spec.tile.block:
         raise ValueError(f"{name}: needs tensor tiles, or 1D tiles of a size that divides {BLOCK}, got {spec.tile}; "
                          "keep the result in high precision, then call quantize")
-    if any(t is not None for t in (amax, scale, amax_out)):
-        raise ValueError(f"{name}: amax, scale and amax_out are for tensor tiles, got {spec.tile}")
+    if any(t is not None for t in (amax, scale, amax_out, share)):
+        raise ValueError(f"{name}: amax, scale, amax_out and share are for tensor tiles, got {spec.tile}")

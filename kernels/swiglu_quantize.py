@@ -17,7 +17,7 @@ from torch import Tensor
 from .launch import launch
 from .quantize import BLOCK, Stored, allocate, pointers, quantize, scale_ld, spec_arguments, tile_epsilon
 from .quantize_configs import Config, chosen
-from .quantize_producer import UNSCALED, TensorScaling, allocate_pair, check_spec
+from .quantize_producer import UNSCALED, Share, TensorScaling, allocate_pair, check_spec
 from .swiglu_kernels import swiglu_amax_kernel, swiglu_grad_amax_kernel, swiglu_grad_kernel, swiglu_kernel
 from .zeros import zeros
 
@@ -50,27 +50,29 @@ class SwigluGradQuantized(NamedTuple):
 
 def swiglu_quantize(x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = None, rowwise: bool = True,
                     colwise: bool = False, high_precision: bool = False, amax: Tensor | None = None,
-                    scale: Tensor | None = None, amax_out: Tensor | None = None, x_spec: Spec | None = None,
-                    dtype: torch.dtype = torch.bfloat16, ends: Tensor | None = None) -> SwigluQuantized:
+                    scale: Tensor | None = None, amax_out: Tensor | None = None, share: Share | None = None,
+                    x_spec: Spec | None = None, dtype: torch.dtype = torch.bfloat16,
+                    ends: Tensor | None = None) -> SwigluQuantized:
     """silu(gate) * up of fc1's output `x [T, 2f]`, quantized under 1D or tensor tiles.
 
     x: BF16 or FP16 with contiguous rows; or (data, scale_inv) of it, rowwise 1D tiles, whose values in `dtype` are
     used.
     weights: FP32 [T], what rows are multiplied by before they are rounded. high_precision: also return y.
     x_spec: also return fc1's output (given in high precision) as rowwise bytes under these 1D tiles, for backward.
-    amax, scale, amax_out: see `TensorScaling`. ends: int32 [G], multiples of 128, one past each expert's last row:
-    each has a tensor tile of its own, so that all of these are FP32 [G]; rows past the last are not written.
+    amax, scale, amax_out: see `TensorScaling`; share: see `Share`. ends: int32 [G], multiples of 128, one past each
+    expert's last row: each has a tensor tile of its own, so that all of these are FP32 [G]; rows past the last are not
+    written.
     Raises ValueError for other tiles, dtypes or strides.
     """
     gated = _Gated.of("swiglu_quantize", x, dtype, ends)
-    check_spec("swiglu_quantize", spec, amax, scale, amax_out)
+    check_spec("swiglu_quantize", spec, amax, scale, amax_out, share)
     T, F = gated.tokens, gated.features
     y = torch.empty(T, F, dtype=gated.dtype, device=gated.data.device) if high_precision else None
     row, col = allocate_pair(T, F, spec, gated.data.device, rowwise, colwise, gated.groups)
     scaling = TensorScaling.of(spec, amax, scale, amax_out, gated.data.device, gated.groups)
     if scaling.measures and (row or col):
         _swiglu_amax(gated, weights, scaling.record)
-        scaling = scaling.second_pass()
+        scaling = scaling.second_pass(share)
     keep = None
     if x_spec is not None:
         _check_keep(gated, x_spec)
@@ -90,19 +92,19 @@ def swiglu_amax(x: Tensor | Stored, *, weights: Tensor | None = None, dtype: tor
 def swiglu_grad_quantize(dy: Tensor, x: Tensor | Stored, spec: Spec, *, weights: Tensor | None = None,
                          rowwise: bool = True, colwise: bool = True, high_precision: bool = False,
                          amax: Tensor | None = None, scale: Tensor | None = None, amax_out: Tensor | None = None,
-                         y_spec: Spec | None = None, y_amax: Tensor | None = None,
+                         share: Share | None = None, y_spec: Spec | None = None, y_amax: Tensor | None = None,
                          y_scale: Tensor | None = None, ends: Tensor | None = None) -> SwigluGradQuantized:
     """Gradient of SwiGLU: `dy [T, f]`, fc1's output x (as in `swiglu_quantize`) -> d(fc1 output) quantized by `spec`.
 
     weights: as in forward; their gradient comes with them. high_precision: also return d(fc1 output).
     y_spec: also return SwiGLU's recomputed (weighted) output, quantized colwise by it (fc2's input role), under tensor
         tiles with the forward's `y_amax` or `y_scale`.
-    amax, scale, amax_out: of d(fc1 output), see `TensorScaling`. ends: as in `swiglu_quantize`; f must be a multiple of
-    128 then. Raises ValueError for other tiles, dtypes, strides or widths.
+    amax, scale, amax_out, share: of d(fc1 output), see `TensorScaling`, `Share`. ends: as in `swiglu_quantize`; f must
+    be a multiple of 128 then. Raises ValueError for other tiles, dtypes, strides or widths.
     """
     gated = _Gated.of("swiglu_grad_quantize", x, dy.dtype, ends)
     _check_grad(gated, dy, y_spec, y_amax, y_scale)
-    check_spec("swiglu_grad_quantize", spec, amax, scale, amax_out)
+    check_spec("swiglu_grad_quantize", spec, amax, scale, amax_out, share)
     T, F, device = gated.tokens, gated.features, dy.device
     fused = F % BLOCK == 0  # otherwise register tiles of [T, 2f] straddle gate and up
     dx = torch.empty(T, 2 * F, dtype=dy.dtype, device=device) if high_precision or not fused else None
@@ -111,11 +113,11 @@ def swiglu_grad_quantize(dy: Tensor, x: Tensor | Stored, spec: Spec, *, weights:
     scaling = TensorScaling.of(spec, amax, scale, amax_out, device, gated.groups)
     if scaling.measures and (row or col):
         _swiglu_grad_amax(gated, dy, weights, scaling.record)
-        scaling = scaling.second_pass()
+        scaling = scaling.second_pass(share)
     y_scaling = TensorScaling.of(y_spec, y_amax, y_scale, None, device) if y_spec is not None else TensorScaling()
     dweights = _swiglu_grad(gated, dy, weights, dx, row, col, y_spec, y_col, spec, scaling, y_scaling)
     if not fused and (rowwise or colwise):
-        row, col = quantize(dx, spec, rowwise, colwise, amax, scale=scale, amax_out=amax_out)
+        row, col = quantize(dx, spec, rowwise, colwise, amax, scale=scale, amax_out=amax_out, share=share)
     return SwigluGradQuantized(row, col, y_col, dx if high_precision else None, dweights)
 
 

@@ -5,6 +5,7 @@ Where ranks hold parts of the operand they share the scales that the whole one h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -45,20 +46,26 @@ class Scaling:
         return history.scale(self.name) if history is not None else None
 
     @cached_property
+    def _share(self) -> Callable[[Tensor], Tensor] | None:
+        """Makes the amax of this rank's part the whole tensor's, where the scale is taken from that."""
+        cut = self.cut is not None and self.quantizer.spec.tile.kind == "tensor"
+        return self.axis.max_ if cut else None
+
+    @cached_property
     def _plain_wants(self) -> dict[tuple[bool, bool], Want]:
         """The wishes without a history, by orientations."""
         pairs = ((rowwise, colwise) for rowwise in (False, True) for colwise in (False, True))
-        return {pair: Want(self.quantizer, *pair) for pair in pairs}
+        return {pair: Want(self.quantizer, *pair, share=self._share) for pair in pairs}
 
     def want(self, rows: int, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool) -> Want | None:
-        """The wish for a value of `rows` rows to be quantized where it is made; None where other ranks' values matter:
-        they hold a part of its tiles, or of the tensor that a scale is taken from."""
+        """The wish for a value of `rows` rows to be quantized where it is made; None where tiles lie across ranks. A
+        tensor that does shares its amax on the way, but for a history's first step."""
         if self.grid is not None:
             return None
         tile, history = self.quantizer.spec.tile, self.history(step)
         scale = None if history is None else history.scale(self.name)
         if tile.kind == "tensor":
-            local = self.cut is None or scale is not None  # amaxes of a history are shared once a step
+            local = self.cut is None or history is None or scale is not None  # a history's are shared once a step
         else:
             local = self.cut != "rows" or rows % tile.block == 0
         if not local:
@@ -71,8 +78,8 @@ class Scaling:
         return Want(self.quantizer, rowwise, colwise, scale=scale, amax_out=history.slot(self.name) if record else None)
 
     def measures(self, step: StepContext | None) -> bool:
-        """Whether the scale comes from the tensor's own amax, which this rank has whole: then it can be kept."""
-        return self.quantizer.spec.tile.kind == "tensor" and self.cut is None and self.history(step) is None
+        """Whether the scale comes from the tensor's own amax: then it can be kept, once ranks have shared it."""
+        return self.quantizer.spec.tile.kind == "tensor" and self.history(step) is None
 
     def quantize(
         self,
@@ -90,7 +97,8 @@ class Scaling:
         if amax is None and amax_out is None:
             quantized = self._quantize(x, rowwise, colwise, step, record)
         else:
-            quantized = self.quantizer.quantize(x, rowwise, colwise, amax=amax, amax_out=amax_out)
+            share = self._share if amax is None else None
+            quantized = self.quantizer.quantize(x, rowwise, colwise, amax=amax, amax_out=amax_out, share=share)
         observer = step.observer if record and step is not None else None
         if observer is not None and self.place is not None:
             padded = self.cut == "features" and self.grid is not None and rowwise
@@ -104,17 +112,16 @@ class Scaling:
             if self.cut == "features" and self.grid is not None:
                 return quantize_features(self.quantizer, x, self.grid, rowwise, colwise)
             return self.quantizer.quantize(x, rowwise, colwise)
-        history, scale, amax = self.history(step), self.scale(step), None
+        history, scale = self.history(step), self.scale(step)
         if scale is not None:  # amaxes are shared once a step, all of them together
             slot = history.slot(self.name) if record else None
             return self.quantizer.quantize(x, rowwise, colwise, scale=scale, amax_out=slot)
-        records, shares = record and history is not None, self.cut is not None
-        if records or shares:
-            amax = self.quantizer.amax(x)
-        if shares:
-            self.axis.max_(amax)
-        if records:
-            history.record(self.name, amax)
+        if not record or history is None:
+            return self.quantizer.quantize(x, rowwise, colwise, share=self._share)
+        amax = self.quantizer.amax(x)
+        if self._share is not None:
+            self._share(amax)
+        history.record(self.name, amax)
         return self.quantizer.quantize(x, rowwise, colwise, amax=amax)
 
 

@@ -106,7 +106,7 @@ def _delivered(grads: tuple[Tensor | Run | None, ...], ctx) -> tuple[Tensor | No
 
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
-    """The producer's value, quantized where it alone decides on the bytes, and what is kept of its making."""
+    """The producer's value, quantized where no tile lies across ranks, and what is kept of its making."""
     colwise = needs_wgrad and not args.requantize_input and args.facts.needs["input"]["wgrad"] == "colwise"
     want = args.input_want(x.shape[0], True, colwise)
     if want is not None:

@@ -31,12 +31,14 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """How a consumer wants a value: quantized by `quantizer`, in these orientations, from this tensor alone. It is not
-    changed once it is built.
+    """How a consumer wants a value: quantized by `quantizer`, in these orientations. It is not changed once it is
+    built.
 
     Tensor tiles only, each FP32 [1]: amax, instead of the value's own; scale, instead of one from an amax; amax_out,
-    which is raised to the value's. record: what the consumer does with that. groups: where experts' rows lie, each of
-    which has a tensor tile of its own; then all of these are [G].
+    which is raised to the value's. record: what the consumer does with that. share: where ranks hold parts of the
+    tensor, overwrites the amax of this rank's part with that of all (`Axis.max_`); called once, between the pass that
+    measures and the one that quantizes, whatever the rows here, as the other ranks wait for it. groups: where experts'
+    rows lie, each of which has a tensor tile of its own; then all of these are [G].
     """
 
     quantizer: Quantizer
@@ -47,9 +49,11 @@ class Want:
     amax_out: Tensor | None = None
     record: Callable[[Tensor], None] | None = None
     groups: Groups | None = None
+    share: Callable[[Tensor], object] | None = None
 
     def of_experts(self, groups: Groups) -> Want:
         """The same, of rows that lie there."""
+        assert self.share is None, "experts that ranks have parts of run one by one"
         scaling = (self.amax, self.scale, self.amax_out, self.record)
         return Want(self.quantizer, self.rowwise, self.colwise, *scaling, groups)
 
@@ -58,9 +62,9 @@ class Want:
         return self.quantizer.spec
 
     @property
-    def scaling(self) -> dict[str, Tensor | None]:
+    def scaling(self) -> dict[str, object]:
         """Arguments of fused kernels."""
-        scaling = {"amax": self.amax, "scale": self.scale, "amax_out": self.amax_out}
+        scaling = {"amax": self.amax, "scale": self.scale, "amax_out": self.amax_out, "share": self.share}
         return scaling if self.groups is None else scaling | {"ends": self.groups.ends}
 
     @property
@@ -73,7 +77,8 @@ class Want:
         if not self.keeps_amax and self.record is None:
             return self
         place = backend.zero(device, 1 if self.groups is None else self.groups.count)
-        return Want(self.quantizer, self.rowwise, self.colwise, self.amax, self.scale, place, self.record, self.groups)
+        scaling = (self.amax, self.scale, place, self.record)
+        return Want(self.quantizer, self.rowwise, self.colwise, *scaling, self.groups, self.share)
 
     def measured(self) -> None:
         """Call it when the value has been made: records its amax."""
@@ -87,6 +92,9 @@ class Want:
             options = {"scale": self.scale, "amax_out": self.amax_out, "index": index}
             orientations = self.rowwise, self.colwise
             return expert_scales.quantize(self.quantizer, value, self.groups, *orientations, amax, **options)
+        if self.share is not None:
+            options = {"amax_out": self.amax_out, "share": self.share}
+            return self.quantizer.quantize(value, self.rowwise, self.colwise, **options)
         if self.amax_out is not None:
             torch.maximum(self.amax_out, self.quantizer.amax(value), out=self.amax_out)
             amax = self.amax_out if self.scale is None else None

@@ -6,6 +6,7 @@ from a history (delayed scaling), pass `scale`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -59,6 +60,7 @@ class Quantizer:
         amax_colwise: Tensor | None = None,
         scale: Tensor | None = None,
         amax_out: Tensor | None = None,
+        share: Callable[[Tensor], object] | None = None,
         out: Quantized | None = None,
     ) -> Quantized:
         """Quantizes `x [M, K]` (floating point; 0 rows allowed) in the orientations asked for.
@@ -68,6 +70,8 @@ class Quantizer:
         scale: FP32, one element, instead of one from an amax; tensor tiles only.
         amax_out: FP32 [1], receives this tensor's own amax, for who quantizes it again; with `scale` it is only ever
             raised to it, as a history's slot is. Tensor tiles without another amax only.
+        share: called once with this tensor's own amax, FP32 [1], to overwrite it with the maximum over ranks that hold
+            parts of the whole tensor; `amax_out` receives that. Tensor tiles, without another amax or scale.
         out: what an earlier call returned for a tensor of this shape; kernels write it over, others ignore it.
         Raises ValueError for an input that is not a 2-D floating point tensor, or if no orientation is asked for.
         """
@@ -76,8 +80,16 @@ class Quantizer:
             raise ValueError("quantize: ask for rowwise=True, colwise=True or both")
         if scale is not None and self.spec.tile.kind != "tensor":
             raise ValueError("quantize: scale= is for tensorwise operands; pass amax= for tiles")
+        if share is not None and (self.spec.tile.kind != "tensor" or amax is not None or scale is not None):
+            raise ValueError("quantize: share= is for a tensorwise operand's own amax, not a given one or a scale")
         kernels, more = _backend(x.device, self.spec), {}
-        if amax_out is not None and kernels is reference:
+        if share is not None and kernels is reference:
+            own = self.amax(x)
+            amax = own if amax_out is None else amax_out.copy_(own)
+            share(amax)
+        elif share is not None:
+            more = {"amax_out": amax_out, "share": share}
+        elif amax_out is not None and kernels is reference:
             amax = self.amax(x)
             amax = amax_out.copy_(amax) if scale is None else amax_out.copy_(torch.maximum(amax_out, amax))
         elif amax_out is not None:

@@ -8,7 +8,7 @@ microbatch, t of them here under sequence parallelism, e bytes of the compute dt
     backward     sum or scatter_sum  T K e             gather  t N (1 + scales) or t N e
                  gather  t K (1 + scales) or t K e     gather  t N (1 + scales), if tiles are 1D and FP8 travels
 
-Tensorwise scales of what ranks have parts of are of 4 bytes, a message each.
+Tensorwise scales of what ranks have parts of are of 4 bytes, a message each; backward has forward's.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LinearTraffic:
         if gathers and in_fp8:
             self._share_rows(found, forward, "input", colwise=not self.requantizes)
             self._gather_rowwise(found, forward, "input", self.features_in)
-            if self.requantizes:
+            if self.requantizes and not self._tensor("input"):
                 self._share_rows(found, "backward", "input", colwise=True)
             self._gather_colwise(found, "input", self.features_in)
         elif gathers:
@@ -101,8 +101,6 @@ class LinearTraffic:
 
     def _row(self, found: Passes) -> None:
         self._share_features(found, "forward", "input")
-        if self.requantizes and self._tensor("input"):  # a colwise tile lies within one feature
-            self._share_features(found, "backward", "input")
         if self.sums:
             self._sum(found, "forward", "output", self.features_out, "input")
         if not self.sequence_parallel:

@@ -81,6 +81,23 @@ def assert_same(got: tuple[Tensor, Tensor] | None, expected: tuple[Tensor, Tenso
         assert differing == 0, f"{what} {part}: {differing} of {e.numel()} differ"
 
 
+class Peer:
+    """Another rank, whose amax is twice this one's, to share with; notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def __call__(self, amax: Tensor) -> Tensor:
+        assert (amax.dtype, amax.shape) == (torch.float32, (1,))
+        self.given.append(amax.clone())
+        return amax.mul_(2)
+
+    def shared(self, own: float) -> Tensor:
+        """What it made of this rank's amax, on the CPU, having been asked once."""
+        assert [amax.item() for amax in self.given] == [own]
+        return self.given[0].cpu() * 2
+
+
 def expected(x: Tensor, spec: OperandSpec, rowwise: bool = True, colwise: bool = True, **kwargs):
     """The reference's answer, on the CPU."""
     kwargs = {name: value.cpu() for name, value in kwargs.items()}

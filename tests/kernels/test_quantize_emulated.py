@@ -11,6 +11,7 @@ import pytest
 import torch
 from megafp8.kernels import quantize
 
+from megafp8.core.transformer import activation, norm
 from tests.cases import quick
 from tests.gpu import (
     test_quantize,
@@ -18,6 +19,7 @@ from tests.gpu import (
     test_quantize_experts,
     test_quantize_fused,
     test_quantize_producers,
+    test_shared_amax,
 )
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
 from tests.kernels import testing
@@ -116,6 +118,25 @@ def test_producers_under_tensor_tiles():
     test_quantize_producers.test_norm_under_tensor_tiles((12, 256), "tensorwise")
     test_quantize_producers.test_swiglu_with_row_weights((20, 128), "tensorwise_e5m2")
     test_quantize_producers.test_first_passes_walk_over_all_tiles(-1)
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_amaxes_shared_between_two_passes(rows):
+    """Once, whatever the rows, also where fc1's halves straddle register tiles."""
+    test_shared_amax.test_norm((rows, 256), (True, True), "tensorwise")
+    for width in (96, 128):
+        test_shared_amax.test_swiglu((rows, width), (True, False), "tensorwise")
+        test_shared_amax.test_swiglu_gradient((rows, width), (True, True), "tensorwise_e5m2")
+    test_shared_amax.test_quantize((rows, 67), (True, True))
+    test_shared_amax.test_there_must_be_something_to_share()
+
+
+@pytest.mark.parametrize("shape", [(7, 160), (20, 128), (0, 128)], ids=str)
+def test_producers_share_amaxes(shape, monkeypatch):
+    for module in (activation, norm):
+        monkeypatch.setattr(module, "fuses", lambda x, dtype, *wants: dtype == torch.bfloat16)
+    for kind in ("norm", "swiglu", "swiglu, stored"):
+        test_shared_amax.test_producers(shape, kind)
 
 
 def test_one_scale_an_expert():

@@ -6,10 +6,12 @@ import torch
 from megafp8.core.transformer.activation import Activation, gelu, squared_relu, swiglu
 from megafp8.core.transformer.norm import Norm
 from megafp8.core.transformer.produce import branch_after, linear_after, normalized_for
-from megafp8.fp8 import DelayedScaling, Linear, QuantizedTensor, get_recipe
+from megafp8.fp8 import CommPlan, DelayedScaling, Linear, QuantizedTensor, get_recipe
 from megafp8.fp8.producer import Want
+from megafp8.parallel import Axis
 from megafp8.params import GradSink
 from megafp8.step import StepContext
+from tests.gpu.quantize_cases import Peer, raw
 
 RECIPES = ["blockwise", "tensorwise", "mxfp8", "delayed"]
 CPU = torch.device("cpu")
@@ -196,3 +198,61 @@ def test_a_wish_for_tensor_tiles_measures_once():
     assert noted[0].item() == value.float().abs().max().item()
     again = Want(want.quantizer, rowwise=False, colwise=True, amax=noted[0]).quantize(value)
     assert torch.equal(again.colwise.data.view(torch.uint8), first.rowwise.data.view(torch.uint8).t())
+
+
+def amax_of(value):
+    return value.float().abs().max().item() if value.numel() else 0.0
+
+
+@pytest.mark.parametrize("rows", [7, 0])
+@pytest.mark.parametrize(
+    "producer",
+    [
+        make_norm(centred=True),
+        Activation(swiglu, gated=True),
+        Activation(swiglu, gated=True, store_fp8=True),
+        Activation(gelu),
+    ],
+    ids=["norm", "swiglu", "swiglu, stored", "gelu"],
+)
+def test_amaxes_are_shared_once(producer, rows):
+    """Of the value, and of the gradient of the producer's input; backward's value has the amax that forward kept."""
+    x, quantizer = x_like(rows, 40), get_recipe("tensorwise").quantizer("grad_output")
+    tensors = (producer.weight,) if isinstance(producer, Norm) else ()
+    plain, kept = producer.produce(x, tensors, None)
+    grad, peer = x_like(*plain.shape, seed=3), Peer()
+    want = Want(quantizer, share=peer).measuring(CPU)
+    value, _ = producer.produce(x, tensors, want)
+    shared = peer.shared(amax_of(plain))
+    assert torch.equal(want.amax_out, shared)
+    assert_same_bytes(value.rowwise, quantizer.quantize(plain, amax=shared).rowwise)
+
+    dx, peer = producer.gradient(grad, kept, tensors, None, False).x, Peer()
+    again = Want(quantizer, rowwise=False, colwise=True, amax=shared)
+    grads = producer.gradient(grad, kept, tensors, Want(quantizer, share=peer), again)
+    assert_same_bytes(grads.x.rowwise, quantizer.quantize(dx, amax=peer.shared(amax_of(dx))).rowwise)
+    remade = producer.remake(kept, tensors, None, torch.bfloat16)
+    assert_same_bytes(grads.value.colwise, quantizer.quantize(remade, False, True, amax=shared).colwise)
+
+
+def assert_same_bytes(got, expected):
+    assert torch.equal(raw(got.data), raw(expected.data))
+    assert torch.equal(got.scale_inv, expected.scale_inv)
+
+
+def test_which_wishes_share():
+    """Of a tensor that ranks hold parts of, and only where its scale is made on the spot."""
+
+    def wishes(recipe, kind, sequence_parallel):
+        linear = make_linear(recipe, comm=CommPlan(Axis(2), kind, sequence_parallel))
+        step, scaling = step_of(linear), linear.facts().scalings["input", False]
+        return scaling.want(128, True, False, step, record=False), linear.grad_want(step)
+
+    for kind, sequence_parallel in (("column", True), ("column", False), ("row", False), ("row", True)):
+        of_input, of_grad = wishes("tensorwise", kind, sequence_parallel)
+        assert (of_input.share is not None) == ((kind == "row") or sequence_parallel)
+        assert (of_grad is None) == (kind == "row" and sequence_parallel)  # gathered before it is whole
+        assert of_grad is None or (of_grad.share is not None) == (kind == "column")
+    assert all(want.share is None for want in wishes("blockwise", "column", True))
+    first_step = wishes("delayed", "column", True)
+    assert first_step == (None, None)
