@@ -11,7 +11,8 @@ import selftest_speed
 import selftest_steps
 import torch
 
-from megafp8.parallel import ParallelContext, fake_parallel
+from megafp8.lone import fake_parallel
+from megafp8.parallel import ParallelContext
 from megafp8.training import trainer
 from megafp8.training.build import build_parts
 
