@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.config import Config
+from megafp8.config.parallel import layout_sizes
 from megafp8.meter import Meter
-from megafp8.parallel import DONE, Axis, ParallelContext, Pending, fake_parallel
+from megafp8.parallel import DONE, Axis, ParallelContext, Pending, context_of
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp", "ep_etp")
 MADE_UP_STD = 1.0
@@ -188,6 +189,27 @@ class LoneContext(ParallelContext):
 
     def barrier(self) -> None:
         pass
+
+
+@contextmanager
+def fake_parallel(
+    config: Config, rank: int = 0, device_type: str = "cpu", *, meter: Meter | None = None
+) -> Iterator[ParallelContext]:
+    """The context of one rank of a job that isn't there: collectives return at once, with any values.
+
+    For studies of one rank's shapes, memory and schedule on one process.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    sizes = layout_sizes(config.parallel)
+    if config.parallel.world_size == 1:
+        yield ParallelContext()
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
+    try:
+        yield context_of(config.parallel, sizes, device_type, "fake", None, meter)
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager

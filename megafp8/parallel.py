@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -283,28 +282,7 @@ def build_parallel(config: Config, device: torch.device | str, *, meter: Meter |
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout)
-    return _context(config.parallel, sizes, device.type, backend, timeout, meter)
-
-
-@contextmanager
-def fake_parallel(
-    config: Config, rank: int = 0, device_type: str = "cpu", *, meter: Meter | None = None
-) -> Iterator[ParallelContext]:
-    """The context of one rank of a job that isn't there: collectives return at once, with any values.
-
-    For studies of one rank's shapes, memory and schedule on one process.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    sizes = layout_sizes(config.parallel)
-    if config.parallel.world_size == 1:
-        yield ParallelContext()
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.parallel.world_size)
-    try:
-        yield _context(config.parallel, sizes, device_type, "fake", None, meter)
-    finally:
-        dist.destroy_process_group()
+    return context_of(config.parallel, sizes, device.type, backend, timeout, meter)
 
 
 def close_parallel(parallel: ParallelContext) -> None:
@@ -335,7 +313,7 @@ def _check_world(p: ParallelConfig) -> None:
         )
 
 
-def _context(
+def context_of(
     p: ParallelConfig,
     sizes: dict[str, int],
     device_type: str,
@@ -343,6 +321,7 @@ def _context(
     timeout: timedelta | None,
     meter: Meter | None,
 ) -> ParallelContext:
+    """Makes every group of a job whose processes have joined."""
     world = init_device_mesh(device_type, (p.world_size,), mesh_dim_names=("world",))
     dense = _fold(world, DENSE, sizes, backend, timeout)
     axes = {name: _axis(dense, name) for name in DENSE}

@@ -148,7 +148,7 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
     """(owner, name, what stands there without kernels)."""
     yield scaled_mm, "matmul", lambda a, b, bias, out_dtype, *rest: _multiply(a, b, out_dtype)
     yield triton_gemm, "matmul", lambda a, b, bias, out_dtype, out=None, *rest: _multiply(a, b, out_dtype, out)
-    yield triton_gemm, "_kernels", lambda: ()
+    yield triton_gemm, "kernels", lambda name: ()
     yield quantizer, "_backend", lambda device, spec: _Quantize
     yield attention, "split_heads", _split_heads
     kernels = (_Norms, _SwiGLU, _Norms)

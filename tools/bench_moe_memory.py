@@ -45,7 +45,8 @@ from megafp8.core.build import BuildContext
 from megafp8.core.moe.layer import MoELayer
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.fp8 import DelayedScaling, policy
-from megafp8.parallel import DONE, Axis, ParallelContext, Pending, fake_parallel
+from megafp8.lone import fake_parallel
+from megafp8.parallel import DONE, Axis, ParallelContext, Pending
 from megafp8.params import GradSink, initial_value, named_specs
 from megafp8.plan.layer_activations import LayerPlan, Sizes
 from megafp8.plan.shapes import LayerShape

@@ -13,9 +13,9 @@ FLAGS are those of a training (`pretrain_gpt.py --help`), --config included.
 would hold instead; --measure builds the job on this machine's GPU, in one process, runs three steps without data and
 prints what CUDA's allocator counts beside the forecast, and which lines of code held the most at the peak. `forecast`
 adds the time of a step on a cluster, tokens a second, MFU, and what a rank sends. `search` tries the layouts that the
-flags leave open, in BF16 and in FP8, and lists the fastest that fit. `schedule` prints what every pipeline rank does
-and when; `F3.1` is the forward of microbatch 3 in the rank's second virtual stage, B a backward, I one without weight
-gradients, W those.
+flags leave open, in BF16 and in FP8, and lists the fastest that fit; exit code 1: none does. `schedule` prints what
+every pipeline rank does and when; `F3.1` is the forward of microbatch 3 in the rank's second virtual stage, B a
+backward, I one without weight gradients, W those.
 """
 
 from __future__ import annotations
@@ -111,6 +111,10 @@ def forecast(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     return [*lines, "", "== memory", *stage_memory_lines(plans), *_picture(args, config, plans)]
 
 
+class NoLayoutError(Exception):
+    """A search has found none that fits. Its argument: lines that say why."""
+
+
 def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     from megafp8.plan.cluster import read_cluster
     from megafp8.plan.search import PRECISIONS, Search, given_flags, precisions
@@ -124,6 +128,8 @@ def search(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         job = Search.of(given, cluster, args.gpus, foreign=foreign, keep=max(1, args.top))
         found[name] = job, job.run(values, _progress(name))
     lines = search_lines(found, cluster, args.gpus)
+    if not any(layouts for _, layouts in found.values()):
+        raise NoLayoutError(lines)
     bf16, fp8 = (found[name][1] for name in PRECISIONS)
     lines += ["", *contrast_lines(found[PRECISIONS[0]][0], bf16, fp8)]
     for name, (_, layouts) in found.items():
@@ -183,6 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 2
+    except NoLayoutError as error:
+        print("\n".join(error.args[0]), flush=True)
+        print(f"plan.py: no layout of {args.gpus} GPU(s) fits, in BF16 or in FP8", file=sys.stderr)
+        return 1
     print("\n".join(lines))
     return 0
 

@@ -33,7 +33,7 @@ PARTS = ("switches", "graphs", "layouts", "checkpoint", "collectives", "speed")
 ALONE = ("collectives", "speed")
 RECIPES = ("fp32", "blockwise", "bf16", "delayed", "mxfp8", "tensorwise")
 """In the order in which they are dealt to jobs, forth and back: so jobs have about as much to do."""
-CASES = ("DP", "EP", "TP", "GRAPHS")
+CASES = ("DP", "EP", "TP", "GRAPHS", "WHOLE")
 """Of the part speed."""
 ONE_WILL_DO = ("collectives",)
 """Parts that can be run on one GPU; in the others it would be compared with itself."""
@@ -120,13 +120,15 @@ def line(row: dict) -> str:
                "gather_mib": "gathers {:.1f} MiB", "deal_mib": "deals {:.1f} MiB",
                "bytes_to_off": "bytes {:.3f} of off", "speed_to_off": "speed {:.3f} of off",
                "communication_ms": "communication {:.1f} ms", "exposed_ms": "exposed {:.1f} ms",
+               "peak_gib": "peak {:.1f} GiB", "best_to_bf16": "best FP8 {:.3f} of BF16", "left_out": "left out: {}",
                "error": "{}"}  # fmt: skip
     told = ", ".join([*gaps, *(form.format(row[key]) for key, form in numbers.items() if key in row)])
     if not row["passed"] and row.get("off"):
         told += "".join(
             f"\n{'':9}{name}: {where_time_went(found)}" for name, found in (("off", row["off"]), ("on", row))
         )
-    return f"{'ok  ' if row['passed'] else 'FAIL'} {row['name']:60} {told}"
+    mark = "FAIL" if not row["passed"] else "skip" if "left_out" in row else "ok  "
+    return f"{mark} {row['name']:60} {told}"
 
 
 def where_time_went(row: dict) -> str:
@@ -258,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--cases", nargs="+", choices=CASES, help="of speed (default all)")
     parser.add_argument("--elements", type=int, default=1 << 26, help="of a collective's buffer (default 2^26)")
-    parser.add_argument("--check-seconds", type=float, default=60.0, help="longest time of a check (default 60)")
+    parser.add_argument("--check-seconds", type=float, default=60.0,
+                        help="longest time of a check (default 60); a whole model's has three times that")  # fmt: skip
     parser.add_argument("--seconds", type=float, help="longest time of all; what has not run by then is a failure")
     args = parser.parse_args(argv)
     try:

@@ -4,9 +4,10 @@
 #   bash tools/selftest_nccl.sh [DIR]      DIR defaults to runs/selftest_nccl; run it from an activated environment
 #
 # GPUS=2 takes two GPUs (default: all), PARTS="layouts speed" only those parts, RECIPES="fp32 blockwise" only those
-# precisions, CASES="DP" only that case of speed (DP EP TP GRAPHS), JOBS=1 one job at a time (default 3 beside each
-# other), CHECK_SECONDS=120 leaves a check more than a minute, SECONDS_AT_MOST=600 ends all by then, DEVICE=cpu runs it
-# on gloo with tiny models, which proves the script and not the machine. A line a check is printed; DIR/selftest.json
+# precisions, CASES="DP" only that case of speed (DP EP TP GRAPHS WHOLE), JOBS=1 one job at a time (default 3 beside each
+# other), CHECK_SECONDS=120 leaves a check more than a minute (a whole model has three times that), SECONDS_AT_MOST=600
+# ends all by then, DEVICE=cpu runs it on gloo with tiny models, which proves the script and not the machine. WHOLE is
+# left out where the GPUs can't hold it, or are odd in number. A line a check is printed; DIR/selftest.json
 # holds them, DIR/log_*.txt what the runs said. Exit code 0: all passed, 1: one did not. The user's own NCCL_* variables
 # are kept.
 set -euo pipefail

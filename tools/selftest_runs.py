@@ -48,6 +48,13 @@ LLAMA_8B = (
     *("--num-query-groups", "8", "--seq-length", "4096", "--max-position-embeddings", "4096"),
     *("--global-batch-size", "8"),
 )
+LLAMA_8B_WHOLE = (
+    *(*LLAMA_8B, "--num-layers", "32", "--seq-length", "8192", "--max-position-embeddings", "8192"),
+    *("--vocab-size", "128256", "--rotary-base", "500000", "--norm-epsilon", "1e-5"),
+)
+"""As examples/llama3_8b.sh has it; the tokens of the text take few of the vocabulary's places."""
+WHOLE_TILES = ("--num-layers", "2", "--hidden-size", "256", "--ffn-hidden-size", "256")
+"""The least that two tensor-parallel ranks can hold in FP8."""
 QWEN_30B = (
     *("--num-layers", "2", "--hidden-size", "2048", "--ffn-hidden-size", "768", "--num-attention-heads", "32"),
     *("--num-query-groups", "4", "--kv-channels", "128", "--seq-length", "4096", "--max-position-embeddings", "4096"),

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from selftest_checks import PARTS, every_check, machine, references
 from selftest_runs import RECIPES, Runner
-from selftest_speed import CASES
+from selftest_speed import CASES, WHOLE_NAME, WHOLE_TIME
 
 GONE = 75
 """Exit code of a process that gave up a check."""
@@ -88,7 +88,8 @@ def run_checks(args: argparse.Namespace, rows: Rows) -> None:
         if rank == 0:
             rows.add({"begin": name, "part": part})
         start = time.monotonic()
-        with limited(args.check_seconds, rows, name):
+        longest = args.check_seconds * (WHOLE_TIME if name.startswith(WHOLE_NAME) else 1)
+        with limited(longest, rows, name):
             try:
                 row = check()
             except ValueError as error:  # a mistake, which every rank has seen

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -19,19 +18,9 @@ from megafp8.fp8.formats import OperandSpec, Scale
 from megafp8.fp8.storage import Quantized, QuantizedStorage, gemm_layout
 
 
-@cache
-def _kernels() -> ModuleType | None:
-    """The GPU kernels; None where Triton is not installed."""
-    try:
-        from megafp8.kernels import quantize
-    except ImportError:
-        return None
-    return quantize
-
-
 def _backend(device: torch.device, spec: OperandSpec) -> ModuleType:
     """The module whose `amax` and `quantize` run on `device`: same bytes everywhere, so this is a matter of speed."""
-    kernels = _kernels() if device.type == "cuda" else None
+    kernels = backend.kernels("quantize") if device.type == "cuda" else None
     return kernels if kernels is not None and kernels.supports(spec) else reference
 
 

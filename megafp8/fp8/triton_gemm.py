@@ -7,28 +7,18 @@ formats, output, groups) and alignment of N, never for a number of tokens, and i
 
 from __future__ import annotations
 
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megafp8.fp8.backend import kernels
 from megafp8.fp8.formats import Scale
 from megafp8.fp8.storage import QuantizedStorage
 
 NO_MXFP8 = "this device has no MXFP8 GEMM"
 _BLOCK = 128  # K block of the kernels
 _KINDS = {("tensor", "tensor"): "tensorwise", ("1d", "2d"): "1d2d", ("1d", "1d"): "1d1d"}
-
-
-@cache
-def _kernels() -> tuple[ModuleType, ModuleType, ModuleType] | None:
-    """(gemm, grouped_gemm, gemm_scaled); None where Triton is not installed."""
-    try:
-        from megafp8.kernels import gemm, gemm_scaled, grouped_gemm
-    except ImportError:
-        return None
-    return gemm, grouped_gemm, gemm_scaled
 
 
 def kind(a: QuantizedStorage, b: QuantizedStorage) -> str | None:
@@ -42,7 +32,7 @@ def _is_mxfp8(a: QuantizedStorage, b: QuantizedStorage) -> bool:
 
 def refuses(a: QuantizedStorage, b: QuantizedStorage, out_dtype: torch.dtype, native_mxfp8: bool = False) -> str | None:
     """Why the kernels can't multiply these operands; None if they can. native_mxfp8: the device multiplies MXFP8."""
-    if _kernels() is None:
+    if kernels("gemm") is None:
         return "Triton is not installed"
     if _is_mxfp8(a, b) and not native_mxfp8:
         return NO_MXFP8
@@ -69,7 +59,7 @@ def matmul(
 
     fast: tensorwise products are added up by the tensor cores alone.
     """
-    gemm, _, scaled = _kernels()
+    gemm, scaled = kernels("gemm"), kernels("gemm_scaled")
     run = {
         "tensorwise": partial(gemm.gemm_tensorwise, fast_accum=fast),
         "1d2d": gemm.gemm_1d2d,
@@ -88,7 +78,7 @@ def matmul_grouped(
 
     MXFP8 is decoded to BF16 in the kernel where the device doesn't multiply it.
     """
-    _, grouped, scaled = _kernels()
+    grouped, scaled = kernels("grouped_gemm"), kernels("gemm_scaled")
     run = {
         "tensorwise": partial(grouped.grouped_gemm_tensorwise, fast_accum=fast),
         "1d2d": grouped.grouped_gemm_1d2d,
@@ -125,7 +115,7 @@ def wgrad_grouped(
 
     MXFP8 is decoded as in `matmul_grouped`.
     """
-    _, grouped, scaled = _kernels()
+    grouped, scaled = kernels("grouped_gemm"), kernels("gemm_scaled")
     run = {
         "tensorwise": grouped.grouped_wgrad_tensorwise,
         "1d1d": grouped.grouped_wgrad_1d1d,

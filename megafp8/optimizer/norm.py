@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import backend
 from megafp8.optimizer.layout import ALIGNMENT, Shard
 from megafp8.parallel import Axis, ParallelContext
 from megafp8.params import ParamSpec
@@ -79,16 +78,6 @@ def total_of(sums: Tensor) -> Tensor:
     return total
 
 
-@cache
-def kernels() -> ModuleType | None:
-    """The GPU kernels; None where Triton is not installed."""
-    try:
-        from megafp8.kernels import grad_norm
-    except ImportError:
-        return None
-    return grad_norm
-
-
 def _chunks(mask: Tensor, start: int, stop: int) -> Tensor:
     return mask[start // ALIGNMENT : stop // ALIGNMENT]
 
@@ -130,7 +119,7 @@ class Measure:
             [None if mask is None else _chunks(mask, r.local, r.local + r.stop - r.start) for r in shard.ranges]
             for shard, mask in zip(shards, counted, strict=True)
         ]
-        self._kernels = kernels() if fused and device.type == "cuda" else None
+        self._kernels = backend.kernels("grad_norm") if fused and device.type == "cuda" else None
 
     def _counts(self, spec: ParamSpec, shard: Shard, parallel: ParallelContext) -> bool:
         """Whether this rank is the first of those that hold the same elements."""

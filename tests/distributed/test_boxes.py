@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.core.gpt import build_model
-from megafp8.parallel import fake_parallel
+from megafp8.lone import fake_parallel
 from megafp8.params import initial_value, named_specs, unpadded
 from tests.distributed.layouts import GPT2, LLAMA, Layout, assemble, make_config
 

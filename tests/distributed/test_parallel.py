@@ -5,7 +5,8 @@ import torch
 
 from megafp8.config import Config
 from megafp8.config.parallel import layout_sizes
-from megafp8.parallel import Axis, ParallelContext, build_parallel, close_parallel, fake_parallel
+from megafp8.lone import fake_parallel
+from megafp8.parallel import Axis, ParallelContext, build_parallel, close_parallel
 
 AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "edp", "dp_cp")
 

@@ -96,7 +96,8 @@ def route(monkeypatch):
         grouped = others(
             "grouped_gemm_tensorwise", "grouped_gemm_1d2d", "grouped_wgrad_tensorwise", "grouped_wgrad_1d1d"
         )
-        monkeypatch.setattr(triton_gemm, "_kernels", lambda: (dense, grouped, kernels))
+        modules = {"gemm": dense, "grouped_gemm": grouped, "gemm_scaled": kernels}
+        monkeypatch.setattr(triton_gemm, "kernels", modules.get)
         monkeypatch.setattr(gemm, "capability", lambda device: capability)
         monkeypatch.setattr(decoded_gemm, "grouped_matmul", kernels)
         gemm._say_emulated.cache_clear()

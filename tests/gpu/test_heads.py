@@ -8,6 +8,7 @@ import torch
 from megafp8.core.transformer import heads
 from megafp8.core.transformer.core_attention import Sequences
 from megafp8.core.transformer.rope import inverse_frequencies, rotation
+from megafp8.fp8 import backend
 from megafp8.step import StepContext
 from tests.core.families import DEEPSEEK
 from tests.core.helpers import LLAMA, make_model
@@ -63,7 +64,7 @@ def test_a_long_tensor_of_heads():
     qkv[-1:] = normal(1, 320 * d).to(CUDA)
     turn = tuple(torch.full((tokens, d // 2), angle, device=CUDA) for angle in (0.6, 0.8))
     weights = torch.ones(d, device=CUDA, dtype=torch.bfloat16), torch.ones(d, device=CUDA, dtype=torch.bfloat16)
-    kernels = heads._kernels().head_norm
+    kernels = backend.kernels("head_norm")
     q, k, v = kernels.norm_heads(qkv, weights, *turn, 8, eps=1e-6)
     few = kernels.norm_heads(qkv[-1:], weights, *(t[-1:] for t in turn), 8, eps=1e-6)
     for long, short in zip((q, k, v), few, strict=True):

@@ -23,7 +23,7 @@ from tests.gpu import (
 )
 from tests.gpu.quantize_cases import EMULATING, ONE_D, SPECS, assert_same, expected, holes, normal, subnormal, wide
 from tests.kernels import testing
-from tests.kernels.ptx_emulator import SharedMemory
+from tests.kernels.ptx_shared import SharedMemory
 
 pytestmark = pytest.mark.skipif(not EMULATING, reason="tests/gpu runs these on the GPU that is here")
 

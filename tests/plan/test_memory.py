@@ -9,8 +9,9 @@ import torch
 from megafp8.core.gpt import GPTModel, build_model
 from megafp8.core.pipeline.schedules import rank_actions
 from megafp8.fp8 import get_recipe
+from megafp8.lone import fake_parallel
 from megafp8.optimizer import build_optimizer
-from megafp8.parallel import ParallelContext, fake_parallel
+from megafp8.parallel import ParallelContext
 from megafp8.params import named_specs
 from megafp8.plan.activations import Activation, LayerKinds, Phase, by_module, peak_of, stage_phases
 from megafp8.plan.in_flight import ChunkBytes, most_held

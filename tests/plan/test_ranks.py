@@ -8,11 +8,12 @@ import torch
 from megafp8.config.parallel import layout_sizes
 from megafp8.core.gpt import build_model
 from megafp8.core.pipeline.wgrad_queue import WgradQueue
+from megafp8.lone import fake_parallel
 from megafp8.optimizer import build_optimizer
 from megafp8.optimizer.buffers import entry_of
 from megafp8.optimizer.groups import default_groups, precision_of
 from megafp8.optimizer.sharding import Sharding
-from megafp8.parallel import DONE, Axis, ParallelContext, fake_parallel
+from megafp8.parallel import DONE, Axis, ParallelContext
 from megafp8.params import specs_in_order
 from megafp8.plan.in_flight import operands_bytes
 from megafp8.plan.memory import plan_memory, plan_stages

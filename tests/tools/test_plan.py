@@ -87,3 +87,14 @@ def test_linears_that_stay_in_bf16_are_told(command, capsys):
     assert sum(line.startswith(told) for line in capsys.readouterr().out.splitlines()) == 1
     assert plan.main([*argv, "--fp8-small-linears", "fp8"]) == 0
     assert "stays in BF16" not in capsys.readouterr().out
+
+
+def test_a_search_that_finds_nothing_fails(tmp_path, capsys):
+    """After it has told why."""
+    small = tmp_path / "small.toml"
+    small.write_text(Path(CLUSTER).read_text().replace("memory_gib = ", "memory_gib = 4.2  # "))
+    argv = ["search", "--cluster", str(small), "--gpus", "1", *SMALL]
+    assert plan.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out.count("nothing fits; of those found too large the smallest needs ") == 2
+    assert err == "plan.py: no layout of 1 GPU(s) fits, in BF16 or in FP8\n"

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -18,13 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import selftest_checks  # noqa: E402
 import selftest_nccl  # noqa: E402
 import selftest_runs  # noqa: E402
-import selftest_speed  # noqa: E402
-import selftest_steps  # noqa: E402
 from selftest_trace import after_marker, busy_of, communication_of, length, union  # noqa: E402
-
-from megafp8.parallel import ParallelContext, fake_parallel  # noqa: E402
-from megafp8.training import trainer  # noqa: E402
-from megafp8.training.build import build_parts  # noqa: E402
 
 
 def kernel(name: str, begin: float, end: float) -> dict:
@@ -202,120 +195,11 @@ def test_a_wrong_number_is_seen(tmp_path, monkeypatch):
     assert (name, check()["passed"]) == ("PP2 zero-bubble fp32 = one", False)
 
 
-FASTER = {"ms": [9.0, 10.0, 99.0], "gather_mib": 50.0}
-OFF = {"ms": [10.0, 10.0, 10.0], "gather_mib": 100.0}
-
-
-def test_a_switch_is_judged_by_rounds_in_which_both_ran():
-    """One bad round of either decides nothing; bytes are a step's."""
-    found = selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, FASTER)
-    assert found == {"bytes_to_off": 0.5, "speed_to_off": 1.0, "passed": True}
-    slower = FASTER | {"ms": [12.0, 10.0, 11.0]}
-    assert not selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, slower)["passed"]
-    assert not selftest_speed.on_the_wire(("--fp8-param-gather",), OFF, FASTER | {"gather_mib": 56.0})["passed"]
-
-
-def measured(monkeypatch, runner: selftest_runs.Runner) -> list[dict[str, selftest_runs.Flags]]:
-    """What `selftest_speed` measures from now on, without measuring it."""
-    calls = []
-
-    def measure(runner, runs, plan):
-        calls.append(runs)
-        return {
-            name: FASTER | {"tokens_per_second": 2.0, "traffic": {("gather", "dp"): 2**20, ("deal", "ep"): 2**21}}
-            for name in runs
-        }
-
-    monkeypatch.setattr(selftest_speed, "measure", measure)
-    return calls
-
-
-def test_cases_can_be_chosen_and_a_switch_takes_turns_with_itself_off(tmp_path, monkeypatch):
-    runner = selftest_runs.Runner(tmp_path, "cuda", "0")
-    calls = measured(monkeypatch, runner)
-    every = list(selftest_speed.Speed(runner, 2).checks(["bf16", "blockwise"]))
-    assert {name.split(", ")[1][:3] for name, _ in every} == {"DP2", "EP2", "TP2"}
-    chosen = list(selftest_speed.Speed(runner, 2, ("EP",)).checks(["bf16", "blockwise"]))
-    switches = [
-        "bf16",
-        "blockwise",
-        "blockwise --moe-fp8-dispatch",
-        "blockwise --moe-fp8-dispatch --moe-fp8-combine-grad",
-    ]
-    assert [name.partition("EP2 ")[2] for name, _ in chosen] == switches
-    rows = [check() for _, check in chosen]
-    assert [list(runs) for runs in calls] == [["on"], ["on"], ["off", "on"], ["off", "on"]]
-    assert set(calls[2]["on"]) - set(calls[2]["off"]) == {"--moe-fp8-dispatch"}
-    assert set(calls[3]["on"]) - set(calls[3]["off"]) == {"--moe-fp8-dispatch", "--moe-fp8-combine-grad"}
-    assert "--deterministic-mode" not in calls[0]["on"]
-    assert rows[2] == {
-        **FASTER, "tokens_per_second": 2.0, "gather_mib": 1.0, "deal_mib": 2.0, "to_bf16": 1.0, "bytes_to_off": 1.0,
-        "speed_to_off": 1.0, "passed": False, "off": rows[2]["off"],
-    }  # fmt: skip
-
-
-def test_graphs_take_turns_with_calls(tmp_path, monkeypatch):
-    runner = selftest_runs.Runner(tmp_path, "cuda", "0")
-    calls = measured(monkeypatch, runner)
-    chosen = list(selftest_speed.Speed(runner, 2, ("GRAPHS",)).checks(["bf16", "blockwise"]))
-    rows = [check() for _, check in chosen]
-    assert len(rows) == 3
-    for runs in calls:
-        assert set(runs["on"]) - set(runs["off"]) == set(selftest_runs.GRAPHS)
-    assert all(row["passed"] and row["speed_to_off"] == 1.0 for row in rows)
-    slower = FASTER | {"ms": [12.0, 10.5, 11.0]}
-    assert not selftest_speed.from_graphs(OFF, slower)["passed"]
-
-
-def test_a_switch_that_fails_says_where_both_steps_went():
-    row = {"name": "x", "passed": False, "step_ms": 10.0, "ms": [10.0, 11.0], "host_ms": 3.0, "speed_to_off": 0.9}
-    busy = {"busy_ms": {"gemm": 5.0, "other": 1.0}, "idle_ms": 0.5, "exposed_ms": 0.25}
-    text = selftest_nccl.line(row | busy | {"off": row}).splitlines()
-    assert text[0].endswith("10.0 ms a step, host 3.0 ms, speed 0.900 of off, exposed 0.2 ms")
-    assert text[1:] == [
-        "         off: rounds 10.0 11.0 ms a step, host 3.0; profiled: nothing",
-        "         on: rounds 10.0 11.0 ms a step, host 3.0; profiled: gemm 5.0, other 1.0, idle 0.5, exposed 0.2",
-    ]
-    assert len(selftest_nccl.line(row | busy | {"off": row, "passed": True}).splitlines()) == 1
-
-
-def test_fp8_shrinks_the_trips_it_is_on():
-    """Of a row's four trips one in FP8, scales beside it, leaves 7/8 and a little; two leave 3/4."""
-    for switches, bytes_left in (((selftest_speed.DISPATCH,), 88.0), (tuple(selftest_speed.WIRES)[2], 76.6)):
-        off, on = ({"ms": [10.0], "deal_mib": mib} for mib in (100.0, bytes_left))
-        assert selftest_speed.on_the_wire(switches, off, on)["passed"]
-        assert not selftest_speed.on_the_wire(switches, off, on | {"deal_mib": bytes_left + 2})["passed"]
-
-
-@pytest.mark.parametrize("switch", [(), (selftest_speed.GATHER,)], ids=["bf16", "fp8"])
-def test_bytes_are_those_of_a_step_alone(switch, tmp_path, monkeypatch):
-    """Building FP8 weights gathers them once, which no step does."""
-    flags = [flag for flag in selftest_runs.model_flags("cpu", tmp_path) if flag not in ("--data-path", "--split")]
-    flags = [flag for flag in flags if flag not in (str(tmp_path / "data_text_document"), "100,0,0")]
-    flags += ["--mock-data", *selftest_runs.MODELS["dense"], *selftest_runs.RECIPES["blockwise"]]
-    flags += [*selftest_runs.ZERO1, *selftest_speed.OVERLAP, *switch]
-    config = selftest_runs.parse_args(flags, env={"WORLD_SIZE": "2"})
-    alone = trainer.build_watchdog(config, ParallelContext())
-    monkeypatch.setattr(trainer, "build_watchdog", lambda *args: alone)
-    with fake_parallel(config, meter=selftest_runs.Meter()) as parallel:
-        runner = selftest_runs.Runner(tmp_path, "cpu", "0")
-        monkeypatch.setattr(runner, "build", lambda flags: build_parts(config, parallel, torch.device("cpu")))
-        steps = selftest_steps.Steps(runner, ())
-        first = steps.traffic()
-        steps.run(2)
-        assert steps.traffic() == first
-        layouts = steps._parts.optimizer.layouts
-        assert first["gather", "dp"] == sum(layout.numel // 2 * layout.dtype.itemsize for layout in layouts)
-        assert (parallel.meter.bytes["gather", "dp"] > 5 * first["gather", "dp"]) == bool(switch)
-        assert steps.tokens == 4 * 16
-        assert steps.profile(1) == {}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_on_the_cpu(tmp_path):
     env = os.environ | {"DEVICE": "cpu", "GPUS": "2", "RECIPES": "fp32 blockwise", "OMP_NUM_THREADS": "1", "JOBS": "1"}
-    env |= {"PARTS": "layouts switches checkpoint collectives speed", "CASES": "DP EP", "CHECK_SECONDS": "300"}
+    env |= {"PARTS": "layouts switches checkpoint collectives speed", "CASES": "DP EP WHOLE", "CHECK_SECONDS": "300"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     script = ["bash", "tools/selftest_nccl.sh", str(tmp_path)]
     done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True)

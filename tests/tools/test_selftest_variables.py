@@ -26,7 +26,7 @@ def test_variables_are_flags():
     [
         ("PARTS=layout", "PARTS=layout: no 'layout' there; give some of switches graphs layouts"),
         ("RECIPES=fp8", "RECIPES=fp8: no 'fp8' there; give some of fp32"),
-        ("CASES=DP,TP", "CASES=DP,TP: no 'DP,TP' there; give some of DP EP TP GRAPHS"),
+        ("CASES=DP,TP", "CASES=DP,TP: no 'DP,TP' there; give some of DP EP TP GRAPHS WHOLE"),
         ("GPUS=all", "GPUS=all: give a number, 1 or more"),
         ("CHECK_SECONDS=0", "CHECK_SECONDS=0: give a number, 1 or more"),
         ("DEVICE=gpu", "DEVICE=gpu: give cuda or cpu"),

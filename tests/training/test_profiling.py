@@ -10,7 +10,7 @@ import torch
 from megafp8.config import build_config, with_vocab_size
 from megafp8.core.gpt import build_model
 from megafp8.fp8 import Linear
-from megafp8.parallel import fake_parallel
+from megafp8.lone import fake_parallel
 from megafp8.training import trainer
 from megafp8.training.profiling import Marks, global_names, mark_modules
 from tests.training.runs import RECIPES, flags, run, write_corpus

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megafp8.fp8 import backend
 from megafp8.parallel import Axis
 
 CHUNK_ELEMENTS = 1 << 24
@@ -186,18 +186,8 @@ def _log_sum_exp(logits: Tensor, columns: int, tp: Axis) -> tuple[Tensor, Tensor
 
 def _kernels_for(logits: Tensor) -> ModuleType | None:
     """The GPU kernels, which read and write the logits once where the formulas do many times; None for the CPU."""
-    kernels = _kernels() if logits.is_cuda else None
+    kernels = backend.kernels("cross_entropy") if logits.is_cuda else None
     return kernels if kernels is not None and kernels.supports(logits) else None
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """None where Triton is not installed."""
-    try:
-        from megafp8.kernels import cross_entropy
-    except ImportError:
-        return None
-    return cross_entropy
 
 
 def vocab_parallel_cross_entropy(

@@ -6,32 +6,20 @@ without Triton, for channels whose number is no power of two. Values between nor
 
 from __future__ import annotations
 
-from functools import cache
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
 from megafp8.core.transformer.norm import Norm
 from megafp8.core.transformer.rope import Rotation
+from megafp8.fp8.backend import kernels
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """q [T, heads, d], k [T, groups, d], v [T, groups, d'], each contiguous."""
 
 
-@cache
-def _kernels() -> SimpleNamespace | None:
-    """None where Triton is not installed; imported when a GPU first asks."""
-    try:
-        from megafp8.kernels import head_norm, latent_heads, rope
-    except ImportError:
-        return None
-    return SimpleNamespace(rope=rope, head_norm=head_norm, latent_heads=latent_heads)
-
-
 def _usable(x: Tensor, *channels: int) -> bool:
     powers_of_two = all(n and not n & (n - 1) for n in channels)
-    return x.is_cuda and x.stride(-1) == 1 and powers_of_two and _kernels() is not None
+    return x.is_cuda and x.stride(-1) == 1 and powers_of_two and kernels("rope") is not None
 
 
 def _with_contiguous_channels(*tensors: Tensor) -> list[Tensor]:
@@ -42,11 +30,11 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_group: int) -> Heads:
         ctx.save_for_backward(cos, sin)
-        return _kernels().rope.split_heads(qkv, cos, sin, queries_per_group)
+        return kernels("rope").split_heads(qkv, cos, sin, queries_per_group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _kernels().rope.join_heads(*_with_contiguous_channels(*grads), *ctx.saved_tensors), None, None, None
+        return kernels("rope").join_heads(*_with_contiguous_channels(*grads), *ctx.saved_tensors), None, None, None
 
 
 class _NormHeads(torch.autograd.Function):
@@ -59,13 +47,13 @@ class _NormHeads(torch.autograd.Function):
     ) -> Heads:  # fmt: skip
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         ctx.options = options
-        return _kernels().head_norm.norm_heads(qkv, (q_weight, k_weight), cos, sin, queries_per_group, **options)
+        return kernels("head_norm").norm_heads(qkv, (q_weight, k_weight), cos, sin, queries_per_group, **options)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, *turn = ctx.saved_tensors
         weights = q_weight, k_weight
-        found = _kernels().head_norm.norm_heads_grad(
+        found = kernels("head_norm").norm_heads_grad(
             *_with_contiguous_channels(*grads), qkv, weights, *turn, **ctx.options
         )
         return *found, None, None, None, None
@@ -94,12 +82,12 @@ class _TurnTails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _kernels().latent_heads.turn_tails(x, cos, sin)
+        return kernels("latent_heads").turn_tails(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = _with_contiguous_channels(grad)
-        return _kernels().latent_heads.turn_tails(grad, *ctx.saved_tensors, back=True), None, None
+        return kernels("latent_heads").turn_tails(grad, *ctx.saved_tensors, back=True), None, None
 
 
 class _KeysAndValues(torch.autograd.Function):
@@ -108,11 +96,11 @@ class _KeysAndValues(torch.autograd.Function):
         ctx, up: Tensor, shared: Tensor, cos: Tensor, sin: Tensor, heads: int, plain: int
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _kernels().latent_heads.keys_and_values(up, shared, cos, sin, heads, plain)
+        return kernels("latent_heads").keys_and_values(up, shared, cos, sin, heads, plain)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = _kernels().latent_heads.keys_and_values_grad(*_with_contiguous_channels(*grads), *ctx.saved_tensors)
+        found = kernels("latent_heads").keys_and_values_grad(*_with_contiguous_channels(*grads), *ctx.saved_tensors)
         return *found, None, None, None, None
 
 
