@@ -8,7 +8,7 @@
 
 The second forms are those of sequence parallelism, where each rank holds a part of the tokens outside of the linears.
 X travels in FP8 both ways, so that what is kept for backward is the local shard only; sums travel in high precision.
-dY travels in FP8 too (`grad_output.py`); under 1D tiles that is two copies, but only the first is waited for.
+dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once (`grad_output.py`).
 
 In backward X travels again while dgrad is computed, and the sum of dX while wgrad is: `post_gather`, `post_dgrad`.
 
@@ -94,8 +94,8 @@ class CommPlan:
         return able and self.fp8_gather
 
     def grad_output_in_fp8(self, quantizer: Quantizer) -> bool:
-        """Whether dY is gathered as FP8 bytes."""
-        return self.gathers_grad_output and travels_in_fp8(quantizer) and self.fp8_gather
+        """Whether dY is gathered as FP8 bytes: only where one copy serves both of its GEMMs."""
+        return self.gathers_grad_output and quantizer.spec.tile.kind == "tensor" and self.fp8_gather
 
     def cut(self, role: str) -> Cut | None:
         """How the operand of a role lies over the ranks before any gather; None: each has the whole."""

@@ -318,12 +318,12 @@ def _wgrad_fp8(
 ) -> Tensor | None:
     """Delivers dW, or leaves that to a task, which owns the FP8 operands of its GEMM and nothing else: the input is
     quantized before, where forward kept it in high precision."""
-    load_dy, (load_x, held) = grad.wgrad, arriving
+    dy, (load_x, held) = grad.wgrad, arriving
 
     def wgrad(out: Tensor | None, adds: bool) -> Tensor:
-        return gemm.wgrad(load_dy(), load_x(), out, args.backend, adds)
+        return gemm.wgrad(dy, load_x(), out, args.backend, adds)
 
-    return _delivered_wgrad(args, wgrad, grad.held + held if args.defers else 0)
+    return _delivered_wgrad(args, wgrad, dy.nbytes + held if args.defers else 0)
 
 
 def _arriving(x: Tensor | Measured | QuantizedStorage, args: LinearArgs) -> tuple[Callable[[], QuantizedStorage], int]:

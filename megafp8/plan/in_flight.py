@@ -108,7 +108,7 @@ def most_held(actions: Sequence[Action], chunks: Sequence[ChunkBytes], wgrad_lim
 
 def operands_bytes(config: Config, chunk: Stage) -> int:
     """Both operands of the weight gradients of a stage's linears: dY and the input, of which a linear that gathers rows
-    holds this rank's; of dY only if a copy of its own travels for the weight gradient."""
+    holds this rank's."""
     sizes, kinds, total = Sizes.of(config), LayerKinds(config), 0
     for number in chunk.layers:
         experts = config.model.moe_layers[number]
@@ -117,8 +117,7 @@ def operands_bytes(config: Config, chunk: Stage) -> int:
             part, recipe = sizes.local(whole), plan.recipe(whole.part)
             rows = sizes.rows if "*" in part.part else sizes.tokens
             inputs = sizes.stream_tokens if plan.gathers(part.part) else rows
-            outputs = sizes.stream_tokens if plan.gathers_grad(part.part) else rows
-            for role, shape in (("grad_output", (outputs, part.out_features)), ("input", (inputs, part.in_features))):
+            for role, shape in (("grad_output", (rows, part.out_features)), ("input", (inputs, part.in_features))):
                 in_fp8 = recipe is not None
                 total += quantized_bytes(recipe, role, shape, "colwise") if in_fp8 else math.prod(shape) * sizes.element
     return total

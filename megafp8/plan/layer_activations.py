@@ -81,15 +81,6 @@ class LayerPlan:
         shard = part.rpartition(".")[2] in ("qkv", "fc1") and "*" not in part
         return s.sequence_parallel and shard and ("shared_experts" not in part or s.exchanges)
 
-    def gathers_grad(self, part: str) -> bool:
-        """Whether a linear gathers the rows of two FP8 copies of its dY, one a GEMM."""
-        s, recipe = self.sizes, self.recipe(part)
-        shard = part.rpartition(".")[2] in ("proj", "fc2") and "*" not in part
-        if recipe is None or not (s.sequence_parallel and shard and ("shared_experts" not in part or s.exchanges)):
-            return False
-        quantizer = recipe.quantizer("grad_output")
-        return travels_in_fp8(quantizer) and quantizer.spec.tile.kind == "1d"
-
     @property
     def _keeps_norms(self) -> bool:
         return "layernorm" not in self.recomputed

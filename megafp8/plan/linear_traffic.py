@@ -5,8 +5,8 @@ microbatch, t of them here under sequence parallelism, e bytes of the compute dt
 
                  column-parallel                       row-parallel
     forward      gather  t K (1 + scales) or t K e     sum or scatter_sum  T N e
-    backward     sum or scatter_sum  T K e             gather  t N (1 + scales) or t N e
-                 gather  t K (1 + scales) or t K e     gather  t N (1 + scales), if tiles are 1D and FP8 travels
+    backward     sum or scatter_sum  T K e             gather  t N (tensor tiles: FP8) or t N e
+                 gather  t K (1 + scales) or t K e
 
 Tensorwise scales of what ranks have parts of are of 4 bytes, a message each; backward has forward's.
 """
@@ -87,10 +87,10 @@ class LinearTraffic:
         high = self.local * self.features_in * self.element
         if gathers and in_fp8:
             self._share_rows(found, forward, "input", colwise=not self.requantizes)
-            self._gather_rowwise(found, forward, "input", self.features_in)
+            self._gather_rowwise(found)
             if self.requantizes and not self._tensor("input"):
                 self._share_rows(found, "backward", "input", colwise=True)
-            self._gather_colwise(found, "input", self.features_in)
+            self._gather_colwise(found)
         elif gathers:
             pieces = self._pieces(self.local, "input") if self.recipe is None else 1
             found.add(forward, "gather", self.group, f"{self.name} input", high, pieces)
@@ -109,10 +109,6 @@ class LinearTraffic:
         if self._tensor("grad_output"):
             self._share_rows(found, "backward", "grad_output", colwise=False)
             found.add("backward", "gather", self.group, name, size, self._pieces(self.local, "grad_output"))
-        elif self.recipe is not None and travels_in_fp8(self.recipe.quantizer("grad_output")):
-            self._share_rows(found, "backward", "grad_output", colwise=True)
-            self._gather_rowwise(found, "backward", "grad_output", self.features_out)
-            self._gather_colwise(found, "grad_output", self.features_out)
         else:
             kind = None if self.recipe is None else self.recipe.quantizer("grad_output").spec.tile.kind
             pieces = self._pieces(self.local, "grad_output") if kind in (None, "1d") else 1
@@ -148,28 +144,29 @@ class LinearTraffic:
             if not self.recipe.uses_history:
                 found.add(where, "max", self.group, name, AMAX)
             return
-        tiles, features = self._row_tiles(role), self.features_in if role == "input" else self.features_out
+        tiles = self._row_tiles(role)
         if colwise and not tiles.aligned:
             owners = [tile for rank in range(tiles.axis.size) for tile in tiles.touched(rank)]
             shared = len({tile for tile in owners if owners.count(tile) > 1})
-            found.add(where, "max", self.group, name, shared * features * AMAX)
+            found.add(where, "max", self.group, name, shared * self.features_in * AMAX)
 
     def _row_tiles(self, role: str) -> RowTiles:
         return RowTiles(self.local, self.recipe.quantizer(role).spec.tile.block, Axis(self.group.size))
 
-    def _gather_rowwise(self, found: Passes, where: str, role: str, features: int) -> None:
-        quantizer, pieces = self.recipe.quantizer(role), self._pieces(self.local, role)
-        size = self.local * features
-        if not self._tensor(role):  # all scales travel with the first piece
-            scales = quantizer.spec.tile.scale_shape(self.local, features)
+    def _gather_rowwise(self, found: Passes) -> None:
+        quantizer, pieces = self.recipe.quantizer("input"), self._pieces(self.local, "input")
+        size = self.local * self.features_in
+        if not self._tensor("input"):  # all scales travel with the first piece
+            scales = quantizer.spec.tile.scale_shape(self.local, self.features_in)
             size += scales[0] * scales[1] * scale_bytes(quantizer)
-        found.add(where, "gather", self.group, f"{self.name} {role}", size, pieces)
+        found.add("forward", "gather", self.group, f"{self.name} input", size, pieces)
 
-    def _gather_colwise(self, found: Passes, role: str, features: int) -> None:
-        size = self.local * features
-        if not self._tensor(role):
-            size += self._row_tiles(role).most * features * scale_bytes(self.recipe.quantizer(role))
-        found.add("backward", "gather", self.group, f"{self.name} {role}", size)
+    def _gather_colwise(self, found: Passes) -> None:
+        size = self.local * self.features_in
+        if not self._tensor("input"):
+            quantizer = self.recipe.quantizer("input")
+            size += self._row_tiles("input").most * self.features_in * scale_bytes(quantizer)
+        found.add("backward", "gather", self.group, f"{self.name} input", size)
 
 
 def scale_bytes(quantizer: Quantizer) -> int:

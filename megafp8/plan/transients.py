@@ -6,8 +6,7 @@ kept is gone when theirs is over. G is the residual stream's gradient, S h e byt
 element and direction; scales are left out here.
 
     fc2       G, and dY gathered under sequence parallelism: in BF16 until dX [T f] is there, in FP8 until it is q(dY)
-              in both directions (1D tiles whose FP8 travels: only these); then dX, fc1's dY (FP8: both directions) and
-              fc2's input, made anew
+              in both directions; then dX, fc1's dY (FP8: both directions) and fc2's input, made anew
     fc1       its dY, dX [T h], and under sequence parallelism the input gathered again and dX scattered
     core      d(output), dq, dk, dv, and flash attention's FP32 sum of dq
     proj      G, dY as for fc2, dX [T a d], its input quantized again
@@ -73,7 +72,7 @@ def _has_shared(plan: LayerPlan) -> bool:
 def _proj(plan: LayerPlan) -> int:
     s, proj = plan.sizes, plan.shape("attention.proj")
     hidden, dx = s.tokens * proj.out_features, s.tokens * proj.in_features * s.element
-    gathered = hidden * s.element if s.sequence_parallel and not plan.gathers_grad("attention.proj") else 0
+    gathered = hidden * s.element if s.sequence_parallel else 0
     if plan.recipe("attention.proj") is None:
         return s.stream + gathered + dx
     return s.stream + 2 * hidden + max(gathered, dx + s.tokens * proj.in_features)
@@ -131,8 +130,7 @@ def _mlp(plan: LayerPlan, name: str, rows: int) -> int:
     s, fc1, fc2 = plan.sizes, plan.shape(f"{name}.fc1"), plan.shape(f"{name}.fc2")
     scattered = s.sequence_parallel and (not plan.layer.experts or s.exchanges)
     hidden, dx = rows * s.model.hidden_size, rows * fc2.in_features * s.element
-    gathered = hidden * s.element if scattered and not plan.gathers_grad(fc2.part) else 0
-    activation = _activation(plan, name, rows)
+    gathered, activation = hidden * s.element if scattered else 0, _activation(plan, name, rows)
     if plan.recipe(fc2.part) is None:
         at_fc2 = max(gathered + dx, activation)
     else:
