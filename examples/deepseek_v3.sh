@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# DeepSeek-V3 (671B) at 4096 tokens, on 1024 GPUs of 80 GB or any multiple.
+# DeepSeek-V3 (671B) at 4096 tokens, on 1024 GPUs of 80 GB, or another multiple whose replicas divide the batch.
 #
 #   sbatch examples/deepseek_v3.sh [FLAG...]         Slurm, 128 nodes of 8 GPUs; --nodes N makes it another number
 #   bash examples/deepseek_v3.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say
@@ -49,7 +49,7 @@ TRAINING=( # not yet in megafp8: --overlap-moe-expert-parallel-comm, so tokens t
     --distributed-timeout-minutes 60
 )
 if [ "${PRECISION:-fp8}" = fp8 ]; then
-    PRECISION_FLAGS+=(--moe-fp8-dispatch) # the same bits, half the traffic
+    PRECISION_FLAGS+=(--moe-fp8-dispatch) # the same bits; the way to the experts takes half the bytes
 fi
 
 launch "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${PRECISION_FLAGS[@]}" "${RUN[@]}" "$@"

@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# Llama-3-70B at 8192 tokens, on 64 GPUs of 80 GB or any multiple of 32.
+# Llama-3-70B at 8192 tokens, on 64 GPUs of 80 GB, or another multiple of 32 whose replicas divide the batch.
 #
 #   sbatch examples/llama3_70b.sh [FLAG...]         Slurm, 8 nodes of 8 GPUs; --nodes N makes it another number
 #   bash examples/llama3_70b.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say

@@ -8,9 +8,9 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# Llama-3-8B at 8192 tokens, on 8 GPUs of 80 GB or any multiple.
+# Llama-3-8B at 8192 tokens, on 8 GPUs of 80 GB, or another multiple whose replicas divide the batch.
 #
-#   sbatch examples/llama3_8b.sh [FLAG...]         Slurm, 1 nodes of 8 GPUs; --nodes N makes it another number
+#   sbatch examples/llama3_8b.sh [FLAG...]         Slurm, 1 node of 8 GPUs; --nodes N makes it another number
 #   bash examples/llama3_8b.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say
 #   DRY_RUN=1 bash examples/llama3_8b.sh           what it would run, without a GPU; docs/launching.md has the variables
 set -euo pipefail

@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# Qwen3-30B-A3B at 4096 tokens, on 32 GPUs of 80 GB or any multiple of 16.
+# Qwen3-30B-A3B at 4096 tokens, on 32 GPUs of 80 GB, or another multiple of 16 whose replicas divide the batch.
 #
 #   sbatch examples/qwen3_30b_a3b.sh [FLAG...]         Slurm, 4 nodes of 8 GPUs; --nodes N makes it another number
 #   bash examples/qwen3_30b_a3b.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say
@@ -43,7 +43,7 @@ TRAINING=(
     --distributed-timeout-minutes 30
 )
 if [ "${PRECISION:-fp8}" = fp8 ]; then
-    PRECISION_FLAGS+=(--moe-fp8-dispatch) # the same bits, half the traffic
+    PRECISION_FLAGS+=(--moe-fp8-dispatch) # the same bits; the way to the experts takes half the bytes
 fi
 
 launch "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${DATA[@]}" "${PRECISION_FLAGS[@]}" "${RUN[@]}" "$@"

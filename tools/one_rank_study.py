@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One rank each of jobs of hundreds of GPUs, alone on one GPU: memory and time, measured beside the plan.
 
-    python tools/one_rank_study.py --output runs/one_rank.json      # one H200; about 4 minutes
+    python tools/one_rank_study.py --output runs/one_rank.json      # one H200; about 2 minutes
     python tools/one_rank_study.py --plan-only                      # the plan alone: no GPU needed
     python tools/one_rank_study.py --only "405B, middle"
 
