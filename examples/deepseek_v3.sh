@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# DeepSeek-V3 (671B) at 4096 tokens, on 1024 GPUs of 80 GB, or another multiple whose replicas divide the batch.
+# DeepSeek-V3 (671B) at 4096 tokens, on 1024 GPUs of 80 GB, or a multiple of that whose replicas divide the batch.
 #
 #   sbatch examples/deepseek_v3.sh [FLAG...]         Slurm, 128 nodes of 8 GPUs; --nodes N makes it another number
 #   bash examples/deepseek_v3.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say

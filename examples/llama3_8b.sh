@@ -8,7 +8,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 #
-# Llama-3-8B at 8192 tokens, on 8 GPUs of 80 GB, or another multiple whose replicas divide the batch.
+# Llama-3-8B at 8192 tokens, on 8 GPUs of 80 GB, or a multiple of 8 whose replicas divide the batch.
 #
 #   sbatch examples/llama3_8b.sh [FLAG...]         Slurm, 1 node of 8 GPUs; --nodes N makes it another number
 #   bash examples/llama3_8b.sh [FLAG...]           one node of as many as NNODES, NODE_RANK and MASTER_ADDR say

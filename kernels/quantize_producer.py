@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .quantize import Spec
 
 Share = Callable[[Tensor], object]
-"""Overwrites this rank's amaxes with what the ranks' values together have: called once, between the two passes."""
+"""Overwrites this rank's amaxes with what the ranks' values together have: called once, between the two passes,
+with any number of rows; not called where no orientation is asked for."""
 
 
 class TensorScaling(NamedTuple):

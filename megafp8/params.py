@@ -150,7 +150,8 @@ def _normal_box(spec: ParamSpec, seed: int) -> Tensor:
     rows_per_chunk = max(1, CHUNK_ELEMENTS // max(1, width))
     wanted = torch.arange(rows).view(spec.shape[:-1])[tuple(slice(a, b) for a, b in spec.box[:-1])].reshape(-1)
     columns = slice(*spec.box[-1])
-    out = torch.empty(wanted.numel(), columns.stop - columns.start)
+    with torch.inference_mode(False):  # a mode of this thread: others couldn't write to its tensors
+        out = torch.empty(wanted.numel(), columns.stop - columns.start)
 
     def draw(chunk: int, rows_here: Tensor, here: Tensor) -> None:
         start = chunk * rows_per_chunk
@@ -165,8 +166,7 @@ def _normal_box(spec: ParamSpec, seed: int) -> Tensor:
         draw(*jobs[0])
         return out.view(spec.box_shape)
     with ThreadPoolExecutor(DRAWING_THREADS) as pool:  # a chunk at a time would take a rank of an 8B model a minute
-        for job in [pool.submit(draw, *job) for job in jobs]:
-            job.result()
+        list(pool.map(draw, *zip(*jobs, strict=True)))  # after an error the chunks that wait are not drawn
     return out.view(spec.box_shape)
 
 

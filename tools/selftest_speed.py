@@ -69,7 +69,7 @@ WHOLE_PLAN = Plan(warmup=2, alone=1, rounds=3, block=1, profiled=1)
 class Speed:
     """Measures, and knows what it has measured. rows: by case, recipe and flags. cases: those that are measured.
 
-    last_whole: the variant of the case WHOLE that comes last.
+    last_whole: the variant of the case WHOLE that comes last, which is judged. compares: with BF16.
     """
 
     runner: Runner
@@ -77,6 +77,7 @@ class Speed:
     cases: tuple[str, ...] = CASES
     rows: dict[tuple[str, str, Flags], dict] = field(default_factory=dict)
     last_whole: tuple[str, str, Flags] | None = None
+    compares: bool = False
 
     def layout(self, case: str) -> tuple[Flags, Flags, Flags]:
         """Model, what stands for it on the CPU, layout."""
@@ -111,7 +112,7 @@ class Speed:
         """Of the variants of these recipes. Where the GPUs can't hold the whole model, its one check says so."""
         chosen = [variant for variant in self.variants() if variant[1] in recipes]
         whole = [variant for variant in chosen if variant[0] == "WHOLE"]
-        self.last_whole = whole[-1] if whole else None
+        self.last_whole, self.compares = whole[-1] if whole else None, any(recipe == "bf16" for _, recipe, _ in whole)
         why = self.why_not_whole(whole)
         if why:
             yield f"{WHOLE_NAME}, TP2+SP", lambda: {"passed": True, "left_out": why}
@@ -173,7 +174,10 @@ class Speed:
         if switches:
             judge = partial(on_the_wire, switches) if switches in WIRES else from_graphs
             verdict = judge(found["off"], row) | {"off": found["off"]}
-        if (case, recipe, extra) == self.last_whole and recipe != "bf16" and bf16:
+        judged = (case, recipe, extra) == self.last_whole and recipe != "bf16" and self.compares
+        if judged and not bf16:  # a check that hung took the rows before it along
+            verdict = {"passed": False, "error": "BF16's step, which it is compared with, was lost"}
+        elif judged:
             best = max(r["to_bf16"] for (c, name, _), r in self.rows.items() if c == case and name != "bf16")
             verdict = {"best_to_bf16": best, "passed": best >= FASTER}
         return row | verdict | ({} if cuda else {"passed": True})

@@ -10,7 +10,8 @@ The second forms are those of sequence parallelism, where each rank holds a part
 X travels in FP8 both ways, so that what is kept for backward is the local shard only; sums travel in high precision.
 dY has two FP8 copies under 1D tiles, as many bytes as in BF16: there it travels in BF16, once (`grad_output.py`).
 
-In backward X travels again while dgrad is computed, and the sum of dX while wgrad is: `post_gather`, `post_dgrad`.
+In backward X travels again while dgrad is computed, and the sum of dX while wgrad is (`post_gather`, `post_dgrad`); not
+where wgrad is deferred, nor X where it goes in high precision to be quantized as a whole.
 
 With several chunks, one chunk's rows travel while another's are multiplied. Every row's product is the same, and wgrad,
 which sums over rows, is never cut.

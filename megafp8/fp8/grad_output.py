@@ -21,12 +21,11 @@ from megafp8.fp8.tensor import QuantizedTensor
 Wanted = frozenset[str]
 """Orientations of dY that the GEMMs which run read."""
 
-
 ROWWISE, COLWISE = frozenset({"rowwise"}), frozenset({"colwise"})
 
 
 class GradOutput(NamedTuple):
-    """The operands of dgrad and wgrad; None where that GEMM doesn't run, or has run."""
+    """The operands of dgrad and wgrad; None where nobody reads it any more."""
 
     dgrad: QuantizedStorage | None
     wgrad: QuantizedStorage | None
@@ -64,7 +63,7 @@ def dgrad_gathering(
             return dx, GradOutput(None, None)
         return dx, _whole(_quantize(comm.joined(pieces), args, COLWISE, whole=True), args)
     dx, pieces = comm.dgrad_of_pieces(comm.post_pieces(_quantize_shard(dy, args)), multiply)
-    return dx, _whole(_both_ways(comm.joined(pieces), wanted), args)
+    return dx, _whole(_both_ways(comm.joined(pieces), wanted), args)._replace(dgrad=None)
 
 
 def _quantize_shard(dy: Tensor, args: LinearArgs) -> QuantizedStorage:

@@ -58,8 +58,9 @@ class Scaling:
         return {pair: Want(self.quantizer, *pair, share=self._share) for pair in pairs}
 
     def want(self, rows: int, rowwise: bool, colwise: bool, step: StepContext | None, *, record: bool) -> Want | None:
-        """The wish for a value of `rows` rows to be quantized where it is made; None where tiles lie across ranks. A
-        tensor that does shares its amax on the way, but for a history's first step."""
+        """The wish for a value of `rows` rows to be quantized where it is made, a tensor of which ranks hold parts with
+        its amax shared on the way. None where 1D tiles lie across ranks, and for such a tensor in a history's first
+        step."""
         if self.grid is not None:
             return None
         tile, history = self.quantizer.spec.tile, self.history(step)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megafp8.fp8 import gemm
-from megafp8.fp8.grad_output import GradOutput, dgrad_gathering, grad_output, pick
+from megafp8.fp8.grad_output import dgrad_gathering, grad_output, pick
 from megafp8.fp8.linear_args import LinearArgs
 from megafp8.fp8.producer import Gradients, Tensors, Want
 from megafp8.fp8.shards import Operand
@@ -106,7 +106,7 @@ def _delivered(grads: tuple[Tensor | Run | None, ...], ctx) -> tuple[Tensor | No
 
 
 def produce(x: Tensor, tensors: Tensors, args: LinearArgs, needs_wgrad: bool) -> tuple[Tensor | Quantized, Tensors]:
-    """The producer's value, quantized where no tile lies across ranks, and what is kept of its making."""
+    """The producer's value, quantized where `Scaling.want` says how, and what is kept of its making."""
     colwise = needs_wgrad and not args.requantize_input and args.facts.needs["input"]["wgrad"] == "colwise"
     want = args.input_want(x.shape[0], True, colwise)
     if want is not None:
@@ -301,24 +301,28 @@ def _backward_fp8(
     arriving = _arriving(x, args) if needs_wgrad and not isinstance(x, Remade) else None
     if needs_dgrad and dx is None:
         wait = comm.post_dgrad(grad.dgrad, multiply)
-    early = arriving is not None and comm.sums_grad_input
+    # What is dropped here and below, wgrad shall not find in memory beside its own operands.
+    for_wgrad, grad = grad.wgrad, None
+    makes_again, early = needs_wgrad and arriving is None, arriving is not None and comm.sums_grad_input
     if early:
-        dw = _wgrad_fp8(grad, arriving, args)
-    dx = wait() if wait is not None else dx
+        dw = _wgrad_fp8(for_wgrad, arriving, args)
+        arriving = for_wgrad = None
+    if wait is not None:
+        dx, wait = wait(), None
     if needs_dgrad and remade is not None:
-        (dx, others, _), again = remade.gradient(dx, needs_wgrad and arriving is None, beside)
-        arriving = _arriving(again, args) if needs_wgrad and arriving is None else arriving
+        (dx, others, _), again = remade.gradient(dx, makes_again, beside)
+        arriving = _arriving(again, args) if makes_again else arriving
     if needs_wgrad and not early:
-        dw = _wgrad_fp8(grad, arriving, args)
+        dw = _wgrad_fp8(for_wgrad, arriving, args)
     return dx, dw, others
 
 
 def _wgrad_fp8(
-    grad: GradOutput, arriving: tuple[Callable[[], QuantizedStorage], int], args: LinearArgs
+    dy: QuantizedStorage, arriving: tuple[Callable[[], QuantizedStorage], int], args: LinearArgs
 ) -> Tensor | None:
     """Delivers dW, or leaves that to a task, which owns the FP8 operands of its GEMM and nothing else: the input is
     quantized before, where forward kept it in high precision."""
-    dy, (load_x, held) = grad.wgrad, arriving
+    load_x, held = arriving
 
     def wgrad(out: Tensor | None, adds: bool) -> Tensor:
         return gemm.wgrad(dy, load_x(), out, args.backend, adds)

@@ -117,11 +117,12 @@ def post_gather(x: Operand, axis: Axis) -> Callable[[], Operand]:
     if isinstance(x, Tensor) or x.tile.kind == "tensor":
         return _post_rows(x, axis)
     parts = [x.data, _tiles_first(x, axis)]
-    (data, scales), pending = axis.post_gathers(parts)
+    arriving, pending = axis.post_gathers(parts)
 
     def wait() -> QuantizedStorage:
         pending.wait()
         parts.clear()  # until now they had to be there
+        scales, data = arriving.pop(), arriving.pop()  # not to be held here while the whole is
         whole = _side_by_side(data, axis.size) if x.orientation == "colwise" else data
         return _like(x, whole, _whole_scales(x, scales, axis))
 
@@ -131,10 +132,12 @@ def post_gather(x: Operand, axis: Axis) -> Callable[[], Operand]:
 def _post_rows(x: Operand, axis: Axis) -> Callable[[], Operand]:
     """`post_gather` of what has no scales of its own for each row."""
     sent = x.contiguous() if isinstance(x, Tensor) else x.data
-    gathered, pending = axis.post_gather(sent)
+    arriving, pending = axis.post_gather(sent)
+    arriving = [arriving]
 
     def wait() -> Operand:
         pending.wait()
+        gathered = arriving.pop()  # not to be held here while the whole is
         if isinstance(x, Tensor):
             return gathered
         data = _side_by_side(gathered, axis.size) if x.orientation == "colwise" else gathered
@@ -244,9 +247,9 @@ def _bytes(x: Tensor) -> Tensor:
 def _wide(x: Tensor) -> Tensor:
     """Contiguous rows as the widest integers that they are made of: PyTorch copies what it has to rearrange element by
     element, so single bytes would take four times as long."""
-    width, start = (size * x.element_size() for size in (x.shape[1], x.storage_offset()))
+    counts = [size * x.element_size() for size in (x.shape[1], x.stride(0), x.storage_offset())]
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if width % dtype.itemsize == 0 and start % dtype.itemsize == 0:
+        if x.numel() and not any(count % dtype.itemsize for count in counts):
             return x.view(dtype)
     return _bytes(x)
 

@@ -1,7 +1,8 @@
 """Time of an optimizer step on a cluster, tokens a second and utilization, from the configuration alone.
 
     compute     stage_time.py: every microbatch in every stage
-    exposed     messages that nothing hides: tensor, context and expert parallelism, half in forward, half in backward.
+    exposed     messages of tensor, context and expert parallelism, half in forward, half in backward. (Some of tensor
+                parallelism's travel behind GEMMs, and slow them down about as much.)
                 --tp-comm-overlap leaves a piece of tensor parallelism's, --moe-shared-expert-overlap hides the shared
                 experts' time
     bubble      the real schedule, run on paper with every stage's own times and its messages

@@ -51,6 +51,10 @@ class TimedAxis(Axis):
     def post_gather_into(self, out: Tensor, x: Tensor) -> Pending:
         return self._timed(super().post_gather_into(out, x), "gather")
 
+    def post_gathers(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Pending]:
+        outs, pending = super().post_gathers(parts)
+        return outs, self._timed(pending, "gather")
+
     def post_scatter_sum_into(self, out: Tensor, x: Tensor) -> Pending:
         return self._timed(super().post_scatter_sum_into(out, x), "scatter-sum")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import ExitStack
 from unittest import mock
 
@@ -278,6 +279,41 @@ def test_backward_computes_while_messages_travel(pool, recipe):
             events = without_amaxes(log.events)
             start = events.index(expected[0])
             assert events[start : start + len(expected)] == expected
+
+
+def left_at_wgrad(kind: str, sp: bool, recipe: str) -> tuple[bool, bool]:
+    """Whether dgrad's operand, and what was gathered for wgrad before it was put in order, are there during wgrad."""
+    size = torch.distributed.get_world_size()
+    tp = build_parallel(Config().replace(world_size=size, tensor_model_parallel_size=size), "cpu").tp
+    seen, gathered, found = [], [], []
+    dgrad, wgrad, post_gathers = gemm.dgrad, gemm.wgrad, Axis.post_gathers
+
+    def see(dy, *rest):
+        seen.append(weakref.ref(dy.data))
+        return dgrad(dy, *rest)
+
+    def gather(axis, parts):
+        outs, pending = post_gathers(axis, parts)
+        gathered.append(weakref.ref(outs[0]))  # scales may be read as they came
+        return outs, pending
+
+    def look(*args):
+        found.append(tuple(any(ref() is not None for ref in refs) for refs in (seen, gathered)))
+        return wgrad(*args)
+
+    with (
+        mock.patch.object(gemm, "dgrad", see),
+        mock.patch.object(gemm, "wgrad", look),
+        mock.patch.object(Axis, "post_gathers", gather),
+    ):
+        run(CommPlan(tp, kind, sp), recipe, parts_of(kind, tp, sp, data(256)))
+    return found[0]
+
+
+@pytest.mark.parametrize(("kind", "sp"), [("column", True), ("column", False), ("row", True)])
+def test_wgrad_finds_only_its_own_operands_in_memory(pool, kind, sp):
+    for found in pool.run_on(2, left_at_wgrad, kind, sp, "blockwise"):
+        assert found == (False, False)
 
 
 ON_THE_WIRE = {

@@ -141,6 +141,20 @@ def test_the_best_fp8_step_of_the_whole_model_has_to_be_faster(fp8, passed, tmp_
     assert "peak 80.0 GiB" in selftest_nccl.line({"name": "x"} | rows[0])
 
 
+def test_the_bar_is_not_passed_without_a_bf16_step(tmp_path, monkeypatch):
+    """A check that hung ends its job, and the rows of that job with it."""
+    runner = selftest_runs.Runner(tmp_path, "cuda", "0")
+    measured(monkeypatch, runner)
+    monkeypatch.setattr(selftest_speed, "smallest_memory", lambda n: 140 << 30)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 0)
+    *_, (_, last) = selftest_speed.Speed(runner, 2, WHOLE).checks(THREE)
+    row = last()
+    assert (row["passed"], row["error"]) == (False, "BF16's step, which it is compared with, was lost")
+    *_, (_, alone) = selftest_speed.Speed(runner, 2, WHOLE).checks(["blockwise"])
+    assert alone()["passed"]
+
+
 def test_graphs_take_turns_with_calls(tmp_path, monkeypatch):
     runner = selftest_runs.Runner(tmp_path, "cuda", "0")
     calls = measured(monkeypatch, runner)
