@@ -69,15 +69,14 @@ WHOLE_PLAN = Plan(warmup=2, alone=1, rounds=3, block=1, profiled=1)
 class Speed:
     """Measures, and knows what it has measured. rows: by case, recipe and flags. cases: those that are measured.
 
-    last_whole: the variant of the case WHOLE that comes last, which is judged. compares: with BF16.
+    whole: the variants of the case WHOLE, of which the last one is judged.
     """
 
     runner: Runner
     n: int
     cases: tuple[str, ...] = CASES
     rows: dict[tuple[str, str, Flags], dict] = field(default_factory=dict)
-    last_whole: tuple[str, str, Flags] | None = None
-    compares: bool = False
+    whole: list[tuple[str, str, Flags]] = field(default_factory=list)
 
     def layout(self, case: str) -> tuple[Flags, Flags, Flags]:
         """Model, what stands for it on the CPU, layout."""
@@ -111,9 +110,8 @@ class Speed:
     def checks(self, recipes: list[str]) -> Iterator[Check]:
         """Of the variants of these recipes. Where the GPUs can't hold the whole model, its one check says so."""
         chosen = [variant for variant in self.variants() if variant[1] in recipes]
-        whole = [variant for variant in chosen if variant[0] == "WHOLE"]
-        self.last_whole, self.compares = whole[-1] if whole else None, any(recipe == "bf16" for _, recipe, _ in whole)
-        why = self.why_not_whole(whole)
+        self.whole = [variant for variant in chosen if variant[0] == "WHOLE"]
+        why = self.why_not_whole()
         if why:
             yield f"{WHOLE_NAME}, TP2+SP", lambda: {"passed": True, "left_out": why}
         for case, recipe, extra in chosen:
@@ -126,15 +124,15 @@ class Speed:
         model = "Qwen3-30B-A3B-like" if case == "EP" else "Llama-3-8B"
         return f"{model} layers, " + (f"TP{self.n}+SP" if case in ("TP", "GRAPHS") else f"{case}{self.n}")
 
-    def why_not_whole(self, whole: list[tuple[str, str, Flags]]) -> str | None:
-        """Why these variants of the case WHOLE can't run. No message is needed to agree: all ranks see all GPUs."""
-        if not whole:
+    def why_not_whole(self) -> str | None:
+        """Why the case WHOLE can't run. No message is needed to agree: all ranks see all GPUs."""
+        if not self.whole:
             return None
         if self.n % 2:
             return f"needs an even number of GPUs, not {self.n}"
         if self.runner.device != "cuda":
             return None
-        most, usable = max(self.planned(*variant) for variant in whole), smallest_memory(self.n) - RESERVED
+        most, usable = max(self.planned(*variant) for variant in self.whole), smallest_memory(self.n) - RESERVED
         if most <= usable:
             return None
         return f"needs {most / GIB:.1f} GiB of a GPU's memory; the smallest has {usable / GIB:.1f} for it"
@@ -174,7 +172,8 @@ class Speed:
         if switches:
             judge = partial(on_the_wire, switches) if switches in WIRES else from_graphs
             verdict = judge(found["off"], row) | {"off": found["off"]}
-        judged = (case, recipe, extra) == self.last_whole and recipe != "bf16" and self.compares
+        compares = any(name == "bf16" for _, name, _ in self.whole)
+        judged = compares and recipe != "bf16" and (case, recipe, extra) == self.whole[-1]
         if judged and not bf16:  # a check that hung took the rows before it along
             verdict = {"passed": False, "error": "BF16's step, which it is compared with, was lost"}
         elif judged:

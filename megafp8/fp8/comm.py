@@ -134,29 +134,19 @@ class CommPlan:
         return self._exchange(dy, multiply, gathers=False, sums=self.sums_grad_input)
 
     def gathers_grad_output_in_pieces(self, quantizer: Quantizer | None) -> bool:
-        """Whether pieces of dY may be gathered and multiplied one by one: they must be quantized as the whole (None:
-        not at all)."""
+        """Whether `dgrad_gathering` may be used: pieces of dY must be quantized as the whole (None: not at all)."""
         if not (self.gathers_grad_output and self.overlaps):
             return False
         return quantizer is None or quantizer.spec.tile.kind == "1d" or self.grad_output_in_fp8(quantizer)
 
-    def post_pieces(self, dy: Operand) -> list[Callable[[], Operand]]:
-        """Starts to gather dY in pieces; every one is to be waited for, in turn."""
-        return list(post_gather_pieces(dy, _pieces(rows_of(dy), self.chunks), self.axis))
-
-    def dgrad_of_pieces(
-        self, posted: list[Callable[[], Operand]], multiply: Callable[[Operand], Tensor]
-    ) -> tuple[Tensor, list[Operand]]:
-        """(dX, the pieces of the whole dY): while a piece is multiplied, the next ones travel."""
+    def dgrad_gathering(self, dy: Operand, multiply: Callable[[Operand], Tensor]) -> tuple[Tensor, Operand]:
+        """(dX, the whole dY) from this rank's dY: while a piece is multiplied, the next ones travel."""
+        posted = list(post_gather_pieces(dy, _pieces(rows_of(dy), self.chunks), self.axis))
         pieces, products = [], []
         for wait in posted:
             pieces.append(wait())
             products.append(multiply(pieces[-1]))
-        return _joined(products, self.axis.size), pieces
-
-    def joined(self, pieces: list[Operand]) -> Operand:
-        """The whole operand, of tensors or tensorwise storage, from its pieces."""
-        return _joined_operand(pieces, self.axis.size)
+        return _joined(products, self.axis.size), _joined_operand(pieces, self.axis.size)
 
     def _exchange(
         self, x: Operand, multiply: Callable[[Operand], Tensor], *, gathers: bool, sums: bool

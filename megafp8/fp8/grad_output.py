@@ -52,18 +52,18 @@ def dgrad_gathering(
 ) -> tuple[Tensor, GradOutput]:
     """dX, and dY for wgrad, from this rank's rows of dY. multiply: dX of some rows of the whole dY."""
     facts, comm = args.facts, args.comm
-    if not facts.grad_in_fp8:  # each piece is quantized for dgrad, and the whole for wgrad
+    if facts.grad_in_fp8:
+        dx, row = comm.dgrad_gathering(_quantize_shard(dy, args), multiply)
+        return dx, _whole(_both_ways(row, wanted), args)._replace(dgrad=None)
 
-        def multiply_piece(dy: Tensor) -> Tensor:
-            rowwise = facts.scalings["grad_output", True].quantize(dy, True, False, args.step, record=False).rowwise
-            return multiply(rowwise)
+    def multiply_piece(dy: Tensor) -> Tensor:
+        rowwise = facts.scalings["grad_output", True].quantize(dy, True, False, args.step, record=False).rowwise
+        return multiply(rowwise)
 
-        dx, pieces = comm.dgrad_of_pieces(comm.post_pieces(dy), multiply_piece)
-        if "colwise" not in wanted:
-            return dx, GradOutput(None, None)
-        return dx, _whole(_quantize(comm.joined(pieces), args, COLWISE, whole=True), args)
-    dx, pieces = comm.dgrad_of_pieces(comm.post_pieces(_quantize_shard(dy, args)), multiply)
-    return dx, _whole(_both_ways(comm.joined(pieces), wanted), args)._replace(dgrad=None)
+    dx, whole = comm.dgrad_gathering(dy, multiply_piece)  # each piece is quantized for dgrad, and the whole for wgrad
+    if "colwise" not in wanted:
+        return dx, GradOutput(None, None)
+    return dx, _whole(_quantize(whole, args, COLWISE, whole=True), args)
 
 
 def _quantize_shard(dy: Tensor, args: LinearArgs) -> QuantizedStorage:

@@ -208,8 +208,7 @@ def _backward_high_precision(
     """dX, dW as autograd gets it, and nothing of a producer. The sum of dX travels while wgrad is computed."""
     comm, dx, dw, wait, weight = args.comm, None, None, None, weight.to(dy.dtype)
     if needs_dgrad and comm.gathers_grad_output_in_pieces(None):
-        dx, pieces = comm.dgrad_of_pieces(comm.post_pieces(dy), lambda dy: dy @ weight)
-        dy = comm.joined(pieces)
+        dx, dy = comm.dgrad_gathering(dy, lambda dy: dy @ weight)
     elif comm.gathers_grad_output:
         dy = comm.gather(dy)
     arriving = _arriving_input(lambda: x, args) if needs_wgrad else None

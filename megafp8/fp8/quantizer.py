@@ -72,17 +72,15 @@ class Quantizer:
         if share is not None and (self.spec.tile.kind != "tensor" or amax is not None or scale is not None):
             raise ValueError("quantize: share= is for a tensorwise operand's own amax, not a given one or a scale")
         kernels, more = _backend(x.device, self.spec), {}
-        if share is not None and kernels is reference:
-            own = self.amax(x)
-            amax = own if amax_out is None else amax_out.copy_(own)
-            share(amax)
-        elif share is not None:
+        measures = amax_out is not None or share is not None
+        if measures and kernels is not reference:
             more = {"amax_out": amax_out, "share": share}
-        elif amax_out is not None and kernels is reference:
+        elif measures:
             amax = self.amax(x)
-            amax = amax_out.copy_(amax) if scale is None else amax_out.copy_(torch.maximum(amax_out, amax))
-        elif amax_out is not None:
-            more = {"amax_out": amax_out}
+            if amax_out is not None:
+                amax = amax_out.copy_(amax if scale is None else torch.maximum(amax_out, amax))
+            if share is not None:
+                share(amax)
         if out is not None and kernels is not reference:
             more["out"] = tuple(s if s is None else (s.data, s.scale_inv) for s in (out.rowwise, out.colwise))
         pair = kernels.quantize(x, self.spec, rowwise, colwise, amax, amax_colwise, scale, **more)

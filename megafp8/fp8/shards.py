@@ -132,16 +132,16 @@ def post_gather(x: Operand, axis: Axis) -> Callable[[], Operand]:
 def _post_rows(x: Operand, axis: Axis) -> Callable[[], Operand]:
     """`post_gather` of what has no scales of its own for each row."""
     sent = x.contiguous() if isinstance(x, Tensor) else x.data
-    arriving, pending = axis.post_gather(sent)
-    arriving = [arriving]
+    gathered, pending = axis.post_gather(sent)
+    arriving = [gathered]
 
     def wait() -> Operand:
         pending.wait()
-        gathered = arriving.pop()  # not to be held here while the whole is
+        data = arriving.pop()  # not to be held here while the whole is
         if isinstance(x, Tensor):
-            return gathered
-        data = _side_by_side(gathered, axis.size) if x.orientation == "colwise" else gathered
-        return _like(x, data, x.scale_inv)
+            return data
+        whole = _side_by_side(data, axis.size) if x.orientation == "colwise" else data
+        return _like(x, whole, x.scale_inv)
 
     return wait
 

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megafp8.config import Config
-from megafp8.fp8 import CommPlan, Linear
+from megafp8.fp8 import CommPlan
 from megafp8.fp8.comm import ALONE
 from megafp8.parallel import build_parallel
-from megafp8.params import Init, ParamSpec
 from megafp8.step import StepContext
 from tests.cases import quick
 from tests.distributed.layouts import distance
+from tests.distributed.linears import RECIPES, RESULTS, Sink, built, data, joined, parts_of
 from tests.distributed.recorder import record
-from tests.distributed.test_linear import RECIPES, Sink, data, parts_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ USES = {
     "recomputed": Use(recomputed=True),
     "recomputed, requantized": Use(recomputed=True, requantize=True),
 }
-NAMES = ("y", "dx", "dw", "db")
 
 
 class Queue:
@@ -73,21 +71,10 @@ class Queue:
 def use(plan: CommPlan, recipe: str, parts: tuple[Tensor, ...], how: Use) -> tuple[Tensor | None, ...]:
     """(y, dx, gradient of the weight, of the bias); None where there is none."""
     x, dy, weight, bias = parts
-    linear = Linear(
-        weight.shape[1],
-        weight.shape[0],
-        how.bias,
-        recipe=RECIPES[recipe],
-        weight_spec=ParamSpec("linear.weight", tuple(weight.shape), Init("zeros"), True),
-        bias_spec=ParamSpec("linear.bias", tuple(bias.shape), Init("zeros"), False) if how.bias else None,
-        params_dtype=torch.bfloat16,
-        comm=plan,
-        requantize_input=how.requantize,
-    )
-    with torch.no_grad():
-        linear.weight.copy_(weight).requires_grad_(how.weight)
-        if how.bias:
-            linear.bias.copy_(bias).requires_grad_(how.bias_grad)
+    linear = built(plan, recipe, weight, bias if how.bias else None, requantize_input=how.requantize)
+    linear.weight.requires_grad_(how.weight)
+    if how.bias:
+        linear.bias.requires_grad_(how.bias_grad)
     sink, queue, x = Sink(), Queue(), x.clone().requires_grad_(how.x)
     step = StepContext(grads=sink, wgrads=queue if how.deferred else None) if how.sink else None
     if not how.trains:
@@ -123,21 +110,6 @@ def uses_of_a_rank(kind: str, sp: bool, recipe: str, chunks: int, rows: int, fp8
     return found
 
 
-def whole_of(name: str, kind: str, sp: bool, parts: list[Tensor | None]) -> Tensor | None:
-    """The whole linear's tensor from the ranks' parts; replicas must agree bitwise."""
-    if parts[0] is None:
-        return None
-    cut = {"column": {"y": 1, "dw": 0, "db": 0}, "row": {"dx": 1, "dw": 1}}[kind].get(name)
-    if cut is None and name != "db" and sp:
-        cut = 0
-    if cut is not None:
-        return torch.cat(parts, cut)
-    if name == "db" and sp:
-        return sum(parts)
-    assert all(torch.equal(part, parts[0]) for part in parts)
-    return parts[0]
-
-
 CASES = [
     (world, kind, sp, recipe, chunks, rows, fp8)
     for world, sizes in ((2, (200, 6, 256)), (4, (84, 4)))
@@ -164,8 +136,7 @@ def test_uses_are_those_of_one_process(pool, world, kind, sp, recipe, chunks, ro
         assert all(sent == messages[0] for sent in messages), title
         assert not any(left), (title, left)
         expected = use(ALONE, recipe, data(rows), how)
-        for name, parts, one in zip(NAMES, zip(*results, strict=True), expected, strict=True):
-            whole = whole_of(name, kind, sp, list(parts))
+        for name, whole, one in zip(RESULTS, joined(kind, sp, list(results)), expected, strict=True):
             assert (whole is None) == (one is None), (title, name)
             if whole is not None:  # what is summed over ranks is rounded to BF16 before
                 assert distance(whole, one) <= (5e-3 if whole.dtype == torch.bfloat16 else 1e-6), (title, name)
